@@ -7,11 +7,13 @@ DOCS := $(VENV)/.installed-docs
 BENCH := $(VENV)/.installed-bench
 TIMM := $(VENV)/.installed-timm
 TITAN := $(VENV)/.installed-titan
+TRL := $(VENV)/.installed-trl
+ZOO := $(VENV)/.installed-zoo
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo titan titan-evidence isa ops evidence compat docs clean
+.PHONY: demo test lint browser compiler bench zoo zoo-table titan titan-evidence trl isa ops evidence compat docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 60GiB
 
@@ -20,7 +22,7 @@ demo: $(BASE)
 	$(BIN)/memfit plan $(DEMO) --curve -o demo/plan.json --html demo/report.html
 	@echo "the page: $(CURDIR)/demo/report.html"
 
-test: lint browser
+test: lint browser compiler
 	$(BIN)/python -m pytest
 
 lint: $(DEV)
@@ -37,6 +39,14 @@ browser:
 		$$as apt-get update -q >/dev/null && $$as apt-get install -y -q chromium >/dev/null; \
 	} || echo "chromium could not be installed"
 
+# Inductor's CPU kernels are C++. Without a compiler, and the rights to install one, tests of compiled models are skipped.
+compiler:
+	@command -v g++ >/dev/null 2>&1 || { \
+		echo "installing g++ for the tests of compiled models ..."; \
+		as=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+		$$as apt-get update -q >/dev/null && $$as apt-get install -y -q g++ >/dev/null; \
+	} || echo "g++ could not be installed"
+
 bench: $(DEV) $(BENCH)
 	@set -e; for file in benchmarks/*.py; do \
 		[ -e "$$file" ] || continue; \
@@ -47,6 +57,10 @@ bench: $(DEV) $(BENCH)
 zoo: $(DEV)
 	$(BIN)/python -m pytest tests/zoo tests/integrations tests/distributed -m zoo
 
+# Every model of four libraries that one generic maker can build, written to docs/zoo.md: about an hour on two cores.
+zoo-table: $(DEV) $(ZOO)
+	HF_HUB_OFFLINE=1 PYTHONPATH=src:. $(BIN)/python -m tests.zoo.catalogue --write
+
 # torchtitan's own code, captured and on two real ranks: about 1 GB to install, and some minutes.
 titan: $(DEV) $(TITAN)
 	$(BIN)/python -m pytest tests/integrations/test_torchtitan.py tests/distributed/test_torchtitan_plans.py \
@@ -54,6 +68,10 @@ titan: $(DEV) $(TITAN)
 
 titan-evidence: $(DEV) $(TITAN)
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.titan --write docs/evidence.md
+
+# TRL's trainers, which inherit from transformers'.
+trl: $(DEV) $(TRL)
+	$(BIN)/python -m pytest tests/integrations/test_trl.py -m zoo
 
 # The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
 isa: $(DEV)
@@ -108,6 +126,11 @@ $(TIMM): $(DEV)
 	$(PIP_INSTALL) --no-deps 'timm>=1.0.20,<2'
 	touch $@
 
+# In a folder of their own: transformers and diffusers would load a torchvision that they see, which needs a CUDA torch.
+$(ZOO): $(DEV)
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/zoo 'timm>=1.0.20,<2' 'torchvision>=0.28'
+	touch $@
+
 # Without what these ask for: datasets wants an older huggingface_hub than transformers does, and none of it is used here.
 TITAN_NEEDS = torchtitan torchdata datasets pandas pyarrow dill multiprocess xxhash python-dateutil six pytz tzdata \
 	tensorboard absl-py protobuf einops httpx 'triton>=3.6'
@@ -115,6 +138,13 @@ TITAN_NEEDS = torchtitan torchdata datasets pandas pyarrow dill multiprocess xxh
 $(TITAN): $(DEV)
 	@echo "installing torchtitan into $(VENV), about 1 GB ..."
 	$(PIP_INSTALL) --no-deps $(TITAN_NEEDS)
+	touch $@
+
+# For the same reason.
+TRL_NEEDS = trl datasets pandas pyarrow 'dill<0.5' multiprocess xxhash python-dateutil six pytz tzdata httpx httpcore
+
+$(TRL): $(DEV)
+	$(PIP_INSTALL) --no-deps $(TRL_NEEDS)
 	touch $@
 
 $(DOCS): $(INPUTS)

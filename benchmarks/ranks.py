@@ -9,12 +9,14 @@ mean something on a quiet machine only. `python benchmarks/ranks.py --json ranks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import transformers
@@ -36,6 +39,8 @@ from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 
 VOCABULARY, BATCH, LENGTH = 512, 4, 128
+PARTS = ("calibrate", "peaks", "times")
+WARMUP = 3
 ENGINES = ("fsdp2", "sharded")
 LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -109,6 +114,11 @@ class Case:
     model: str
     configuration: str
 
+    def file(self, folder: Path) -> Path:
+        """Where what is found of it is kept."""
+        name = self.configuration.replace(" ", "-")
+        return folder / f"{dist.get_world_size()}-ranks-{self.engine}-{self.model}-{name}.json"
+
     def step(self) -> memfit.Step:
         """This rank's step, on a batch of its own."""
         torch.manual_seed(0)
@@ -135,52 +145,58 @@ class Case:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What each rank does: calibrate, plan on rank 0, and verify every case on all."""
+    """What each rank does: calibrate, plan on rank 0 and verify on all, or time the planned steps."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
-    target = "cpu"
-    folder = Path(arguments.folder)
-    if arguments.times:
-        target = f"cpu-{dist.get_world_size()}-ranks"
-        calibration = calibrate_on_ranks(name=target)
+    ranks, folder = dist.get_world_size(), Path(arguments.folder)
+    calibrated = folder / f"cpu-{ranks}-ranks.toml"
+    if "calibrate" in arguments.parts:
+        calibration = calibrate_on_ranks(name=calibrated.stem)
         if dist.get_rank() == 0:
-            calibration.save(folder / f"{target}.toml")
+            calibration.save(calibrated)
         dist.barrier()
+    target = calibrated.stem if calibrated.exists() else "cpu"
     names = product(arguments.engines, arguments.models, arguments.configurations)
     cases = [Case(engine=engine, model=model, configuration=name) for engine, model, name in names]
-    found: dict[Case, dict[str, Any]] = {}
-    plans: dict[Case, str] = {}
-    for number in range(arguments.rounds if arguments.times else 1):
+    if "peaks" in arguments.parts:
         for case in cases:
-            row = verify(case, plans, target, arguments.steps if arguments.times else 1)
-            if number:
-                found[case]["rounds_ms"].append(row["measured_ms"])
-                found[case]["baseline_rounds_ms"].append(row["baseline_measured_ms"])
-            else:
-                found[case] = {**row, "rounds_ms": [row["measured_ms"]]}
-                found[case]["baseline_rounds_ms"] = [row["baseline_measured_ms"]]
-            if dist.get_rank() == 0:
-                print(f"{dist.get_world_size()} ranks, {case}: {row['peak_errors']}", file=sys.stderr, flush=True)
-    if dist.get_rank() == 0:
-        rows = [{"ranks": dist.get_world_size(), **vars(case), **row} for case, row in found.items()]
-        (folder / f"ranks-{dist.get_world_size()}.json").write_text(json.dumps(rows))
+            note(folder, case, verify(case, target))
+    if "times" in arguments.parts:
+        planned = [case for case in cases if case.file(folder).exists()]
+        rounds: dict[Case, list[tuple[float, float]]] = {case: [] for case in planned}
+        for _, case in product(range(arguments.rounds), planned):
+            plan = Plan.from_json(json.loads(case.file(folder).read_text())["plan"])
+            rounds[case].append((time_ms(case, plan, arguments.steps), time_ms(case, unplanned(plan), arguments.steps)))
+        for case, found in rounds.items():
+            note(
+                folder, case, {"rounds_ms": [each for each, _ in found], "plain_rounds_ms": [each for _, each in found]}
+            )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def verify(case: Case, plans: dict[Case, str], target: str, steps: int) -> dict[str, Any]:
-    """Verify one case on all ranks; what rank 0 reports."""
+def note(folder: Path, case: Case, found: dict[str, Any]) -> None:
+    """Write on rank 0 what was found of a case beside what is known of it."""
+    if dist.get_rank() == 0:
+        file = case.file(folder)
+        known = json.loads(file.read_text()) if file.exists() else {"ranks": dist.get_world_size(), **vars(case)}
+        file.write_text(json.dumps({**known, **found}))
+        shown = found.get("peak_errors") or found.get("rounds_ms")
+        print(f"{dist.get_world_size()} ranks, {case}: {shown}", file=sys.stderr, flush=True)
+
+
+def verify(case: Case, target: str) -> dict[str, Any]:
+    """Plan one case on rank 0 and verify it on all ranks; what rank 0 reports."""
     step = case.step()
-    if case not in plans:
-        told: list[str] = [case.plan(step, target).to_json() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(told)
-        plans[case] = told[0]
-    plan = Plan.from_json(plans[case])
-    found = plan.verify(step, steps, time_tolerance=None)
+    told: list[str] = [case.plan(step, target).to_json() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    plan = Plan.from_json(told[0])
+    found = plan.verify(step, 1, time_tolerance=None)
     assert plan.predicted is not None and found.baseline_peak is not None and found.baseline_step is not None
     return {
+        "plan": told[0],
         "checkpointed": len(plan.checkpoint),
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": [each.peak.predicted_bytes for each in found.ranks],
@@ -195,41 +211,71 @@ def verify(case: Case, plans: dict[Case, str], target: str, steps: int) -> dict[
         "same_bits": found.exactness is not None and found.exactness.equal,
         "findings": list(found.findings),
         "predicted_ms": plan.predicted.step_ms,
-        "measured_ms": found.step.measured_ms,
-        "baseline_predicted_ms": plan.baseline.step_ms,
-        "baseline_measured_ms": found.baseline_step.measured_ms,
+        "plain_predicted_ms": plan.baseline.step_ms,
     }
 
 
-def show(rows: list[dict[str, Any]], *, times: bool) -> None:
+def unplanned(plan: Plan) -> Plan:
+    """The plan without its checkpoint policies: the same units on the same engine."""
+    return msgspec.structs.replace(plan, checkpoint=())
+
+
+def time_ms(case: Case, plan: Plan, steps: int) -> float:
+    """The median time of some steps under a plan, each as long as on its slowest rank, after some that warm up."""
+    step = case.step()
+    model, optimizer = step.model, step.optimizer
+    assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    plan.apply(model, optimizer)
+    laps = []
+    for _ in range(WARMUP + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        step.execute(model, optimizer, "cpu")
+        laps.append(time.perf_counter() - began)
+    slowest = torch.tensor(laps[WARMUP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.median().item() * 1e3
+
+
+def show(rows: list[dict[str, Any]]) -> None:
     """Print the table and what it adds up to."""
+    timed = any("rounds_ms" in row for row in rows)
     table = Table("ranks", "engine", "model", "configuration", "units", "largest peak", "off by", "budget", "bits")
-    if times:
-        for column in ("predicted", "measured", "off by"):
+    if timed:
+        for column in ("predicted", "measured", "off by", "without a plan"):
             table.add_column(column)
-    peaks, offs = [], []
+    peaks, offs, plain_offs = [], [], []
     for row in rows:
         worst = max(row["peak_errors"], key=abs)
         peaks += [abs(each) for each in row["peak_errors"]]
         cells = [str(row["ranks"]), row["engine"], row["model"], row["configuration"], str(row["checkpointed"])]
         cells += [f"{max(row['measured_bytes']):,}", f"{worst:+.3%}"]
         cells += ["within" if row["within_budget"] else "ABOVE", "same" if row["same_bits"] else "OTHER"]
-        if times:
+        if "rounds_ms" in row:
             measured = statistics.median(row["rounds_ms"])
             offs.append(row["predicted_ms"] / measured - 1)
-            cells += [f"{row['predicted_ms']:.0f} ms", f"{measured:.0f} ms", f"{offs[-1]:+.0%}"]
+            plain_offs.append(row["plain_predicted_ms"] / statistics.median(row["plain_rounds_ms"]) - 1)
+            cells += [
+                f"{row['predicted_ms']:.0f} ms",
+                f"{measured:.0f} ms",
+                f"{offs[-1]:+.0%}",
+                f"{plain_offs[-1]:+.0%}",
+            ]
         table.add_row(*cells)
-    console = Console(width=160)
+    console = Console(width=180)
     console.print(table)
     console.print(
         f"{len(rows)} cases; peaks of ranks off by {statistics.median(peaks):.4%} (median), {max(peaks):.3%} (most); "
         f"{sum(row['within_budget'] for row in rows)} within their budget; {sum(row['same_bits'] for row in rows)} "
         "with the bits of the step without a plan"
     )
-    if times:
-        near = sum(abs(each) <= 0.2 for each in offs)
-        median = statistics.median(map(abs, offs))
-        console.print(f"times off by {median:.1%} (median), {max(map(abs, offs)):.0%} (most); {near} within 20 %")
+    for label, found in (("under the plan", offs), ("without it", plain_offs)):
+        if found:
+            near = sum(abs(each) <= 0.2 for each in found)
+            console.print(
+                f"times {label} off by {statistics.median(map(abs, found)):.1%} (median), "
+                f"{max(map(abs, found)):.0%} (most); {near} of {len(found)} within 20 %"
+            )
 
 
 def main() -> None:
@@ -238,24 +284,29 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
-    parser.add_argument("--times", action="store_true", help="calibrate, and measure the time of steps")
+    parser.add_argument("--parts", nargs="+", default=["peaks"], choices=PARTS, help="what to do; times need peaks")
+    parser.add_argument("--times", action="store_true", help="all three parts: calibrate, peaks, times")
     parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
     parser.add_argument("--steps", type=int, default=5, help="whose median is a round's time")
+    parser.add_argument("--folder", type=Path, help="where calibration and results are kept, to go on with later")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.parts = list(PARTS) if arguments.times else arguments.parts
     if "RANK" in os.environ:
         work(arguments)
         return
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         for ranks in arguments.ranks:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": folder}
-            given = [*command, __file__, *sys.argv[1:], "--folder", folder]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": str(folder)}
+            given = [*command, __file__, *sys.argv[1:], "--folder", str(folder)]
             subprocess.run(given, check=True, env=environment)
-            rows += json.loads(Path(folder, f"ranks-{ranks}.json").read_text())
-    show(rows, times=arguments.times)
+        rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*-ranks-*.json"))]
+    rows = [row for row in rows if "peak_errors" in row]
+    if rows:
+        show(rows)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 

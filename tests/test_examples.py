@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -34,6 +35,15 @@ def test_the_training_example_trains_under_its_plan() -> None:
     assert "budget 35.00 MiB: optimal" in shown and "checkpointed:" in shown
     losses = [float(line.rpartition(" ")[2]) for line in shown.splitlines() if ": loss " in line]
     assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_the_trainer_of_transformers_trains_under_its_plan() -> None:
+    pytest.importorskip("transformers")
+    shown = run("examples/train_transformers.py")
+    losses = [ast.literal_eval(line)["loss"] for line in shown.splitlines() if line.startswith("{'loss'")]
+    (peaks,) = [ast.literal_eval(line) for line in shown.splitlines() if "memfit_measured_peak_gib" in line]
+    assert len(losses) == 6
+    assert float(peaks["memfit_measured_peak_gib"]) <= 30 / 1024
 
 
 def test_the_demo_of_the_makefile_plans_prints_levers_and_writes_the_page(tmp_path: Path) -> None:
@@ -71,10 +81,3 @@ def test_the_guarded_example_repeats_the_step_that_failed_and_trains_to_the_same
     shown, quiet = run(*launch).splitlines(), run(*launch, "--quiet").splitlines()
     assert shown[:-1] == quiet[:-1] and len(shown) == 6
     assert shown[-1].startswith("6 attempts for 5 steps") and quiet[-1].startswith("5 attempts for 5 steps")
-
-
-def test_the_page_about_sharding_runs_as_written(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "sharded.md").read_text()
-    script = tmp_path / "train.py"
-    script.write_text(text.partition("```python\n")[2].partition("```")[0])
-    run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(script))

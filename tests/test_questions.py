@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memfit.cli import main
 from memfit.cli.command import command_class, parse_command
-from memfit.presets import Shape, load_shape
-from memfit.presets.models.llama import LlamaSizes
+from tests.presets.few_layers import few_layers
 
 PAGE = (Path(__file__).parent.parent / "docs" / "questions.md").read_text()
 QUESTIONS = range(1, 18)
 LATER = "not there yet"
 NEED_THE_SHARDED_RUNTIME = {13, 14}
-LAYERS = 3
 
 
 def sections() -> dict[int, str]:
@@ -45,14 +42,6 @@ def python_blocks(text: str) -> list[str]:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In place of the shape, one of few layers that are as much wider, so that budgets of the page mean the same."""
-
-    def few_layers(name: str) -> Shape:
-        shape = load_shape(name)
-        assert isinstance(shape.sizes, LlamaSizes)
-        wider = shape.sizes.layers // LAYERS
-        sizes = replace(shape.sizes, layers=LAYERS, feed_forward=shape.sizes.feed_forward * wider)
-        return replace(shape, sizes=sizes)
-
     monkeypatch.setattr("memfit.presets.named_steps.load_shape", few_layers)
     monkeypatch.chdir(tmp_path)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import memfit
 
@@ -75,48 +73,3 @@ def test_public_names_are_few_and_frozen() -> None:
         "trace",
     ]
     assert all(hasattr(memfit, name) for name in memfit.__all__)
-
-
-def test_the_page_about_estimates_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Sequential()
-    model.add_module("layers", torch.nn.Sequential(torch.nn.Linear(8, 8)))
-    step = memfit.Step(model, memfit.spec((2, 8)), loss=lambda out, _: out.sum())
-    memfit.save_trace(memfit.trace(step, target="h100-sxm"), tmp_path / "step.memfit")
-    exec(compile("\n".join(python_blocks("docs/estimate.md")), "docs/estimate.md", "exec"), {"step": step})
-
-
-def test_the_page_about_plans_runs_as_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(python_blocks("docs/plan.md")), "docs/plan.md", "exec"), {})
-    shown = capsys.readouterr().out
-    assert "budget 12.00 GiB: optimal" in shown and "budget 6.00 GiB: infeasible" in shown
-    assert "the plan was made for another step" in shown
-    assert "only sharded" in shown
-
-
-def test_the_page_about_running_plans_runs_as_written() -> None:
-    found: dict[str, object] = {}
-    exec(compile("\n".join(python_blocks("docs/apply.md")), "docs/apply.md", "exec"), found)
-    assert isinstance(found["plan"], memfit.Plan) and found["plan"].checkpoint
-
-
-def test_the_pages_about_verifying_and_guarding_run_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """The guard's page goes on with the model and the plan of the other."""
-    found: dict[str, Any] = {}
-    exec(compile("\n".join(python_blocks("docs/verify.md")), "docs/verify.md", "exec"), found)
-    assert "are the same bit for bit" in capsys.readouterr().out
-    model = found["model"]
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def train(batch: torch.Tensor) -> None:
-        torch.nn.functional.cross_entropy(model(batch), found["y"]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found |= {"optimizer": optimizer, "loader": [found["x"]], "train": train, "step": found["step"]()}
-    alone = [each for each in python_blocks("docs/guard.md") if "ranks=" not in each]  # that one needs torchrun
-    exec(compile("\n".join(alone), "docs/guard.md", "exec"), found)
-    assert found["guard"].steps == 1

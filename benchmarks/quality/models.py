@@ -35,18 +35,18 @@ class Case:
         return Step(self.build().train(), self.batch, loss=self.loss, optimizer=ADAMW)
 
 
-def llama(quick: bool) -> Case:
+def llama(quick: bool, vocabulary: int = 1024, batch: int = 8) -> Case:
     """A decoder with grouped queries and a gated feed-forward."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    layers, hidden, length, batch = (3, 64, 64, 2) if quick else (8, 192, 256, 8)
+    layers, hidden, length, batch = (3, 64, 64, 2) if quick else (8, 192, 256, batch)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 64,
-        vocab_size=1024,
+        vocab_size=vocabulary,
         use_cache=False,
     )
     return Case(
@@ -58,17 +58,17 @@ def llama(quick: bool) -> Case:
     )
 
 
-def gpt2(quick: bool) -> Case:
+def gpt2(quick: bool, vocabulary: int = 1024, batch: int = 4) -> Case:
     """A decoder with dropout, which a second run has to repeat."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    layers, hidden, length, batch = (3, 64, 64, 2) if quick else (8, 192, 256, 4)
+    layers, hidden, length, batch = (3, 64, 64, 2) if quick else (8, 192, 256, batch)
     config = GPT2Config(
         n_embd=hidden,
         n_layer=layers,
         n_head=hidden // 32,
         n_positions=length,
-        vocab_size=1024,
+        vocab_size=vocabulary,
         use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
@@ -82,11 +82,11 @@ def gpt2(quick: bool) -> Case:
     )
 
 
-def vit(quick: bool) -> Case:
+def vit(quick: bool, batch: int = 32) -> Case:
     """An encoder over the patches of images."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    layers, hidden, size, batch = (3, 64, 64, 4) if quick else (8, 192, 64, 32)
+    layers, hidden, size, batch = (3, 64, 64, 4) if quick else (8, 192, 64, batch)
     config = ViTConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class Run:
     resident_bytes: int
     peak_bytes: int = 0
     recomputed_flops: int | None = None
+    predicted_ms: float = 0.0
     note: str = ""
     times_ms: list[float] = field(default_factory=list)
 
@@ -57,8 +58,14 @@ class Run:
             gc.enable()
 
 
-def run_of(case: Case, method: str, prepare: Callable[[nn.Module], Any], budget_bytes: int | None = None) -> Run:
-    """A model and an optimizer of their own, prepared in the method's way."""
+def run_of(
+    case: Case,
+    method: str,
+    prepare: Callable[[nn.Module], Any],
+    budget_bytes: int | None = None,
+    wrap_loss: Callable[[Any], Any] | None = None,
+) -> Run:
+    """A model and an optimizer of their own, and a loss outside the model, prepared in the method's way."""
     step = case.step()
     model = step.model
     assert isinstance(model, nn.Module)
@@ -66,6 +73,8 @@ def run_of(case: Case, method: str, prepare: Callable[[nn.Module], Any], budget_
     step.execute(model, optimizer, "cpu")  # optimizer state is there from now on
     resident = resident_bytes(step, model, optimizer)
     prepare(model)
+    if wrap_loss is not None and step.loss is not None:
+        step = replace(step, loss=wrap_loss(step.loss))
     return Run(
         method=method,
         budget_bytes=budget_bytes,

@@ -53,7 +53,7 @@ _NAMES = {
 _PLACES = {name: place for place, names in _NAMES.items() for name in names}
 _ROOMS = frozenset(
     {"capture", "compat", "cost", "engines", "hardware", "memory", "plans", "presets", "report", "sharded", "sharding"}
-    | {"analysis", "integrations", "recovery", "solve", "tradeoff", "units", "verify"}
+    | {"analysis", "compiled", "integrations", "recovery", "solve", "tradeoff", "units", "verify"}
 )
 
 

@@ -6,15 +6,15 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.levers.changed_steps import halve_batch
+from memfit.capture import divide_batch
 
 
 def test_a_tensor_in_two_places_of_a_batch_stays_one() -> None:
     ids, mask = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4)
-    half = halve_batch({"input_ids": ids, "labels": ids, "mask": mask, "more": [ids, mask, 2]})
+    half = divide_batch({"input_ids": ids, "labels": ids, "mask": mask, "more": [ids, mask, 2]}, 2)
     assert half["labels"] is half["input_ids"] is half["more"][0] and half["mask"] is half["more"][1]
     assert half["input_ids"].shape == (2, 3) and half["mask"].shape == (2,) and half["more"][2] == 2
-    one = halve_batch((ids, ids.clone()))
+    one = divide_batch((ids, ids.clone()), 2)
     assert one[0] is not one[1]
 
 

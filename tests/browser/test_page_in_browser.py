@@ -38,6 +38,7 @@ def test_it_loads_from_disk_without_a_network_or_a_word(opened: Open, case: str)
 
 def test_pointing_at_the_chart_shows_op_module_source_and_storages(opened: Open) -> None:
     page = opened("plain")
+    page.page.locator("#chart").scroll_into_view_if_needed()
     data, box = data_of(page), page.page.locator("#chart").bounding_box()
     seen = set()
     for part in (0.06, 0.2, 0.5, 0.8, 0.99):
@@ -58,6 +59,28 @@ def test_pointing_at_the_chart_shows_op_module_source_and_storages(opened: Open)
         seen.add(shown)
     assert len(seen) == 5
     assert "optimizer" in page.text("#here")
+
+
+def test_pointing_at_a_lane_says_what_it_is_and_how_many_bytes(opened: Open) -> None:
+    page = opened("sharded")
+    data = data_of(page)
+    lanes = data["timelines"]["planned"]["lanes"]
+    assert {"gather", "reduce"} <= set(lanes)
+    page.page.locator("#chart").scroll_into_view_if_needed()
+    box = page.page.locator("#chart").bounding_box()
+    for number, (key, spans) in enumerate(lanes.items()):
+        lane = box["y"] + box["height"] - 16 - 18 * (len(lanes) - number) + 7
+        told = {f"{data['strings'][span[0]]}, {display_bytes(span[5])}" for span in spans}
+        said = ""
+        for part in range(72, int(box["width"]) - 10, 2):
+            page.page.mouse.move(box["x"] + part, lane)
+            if page.page.is_visible("#lane-note"):
+                said = page.text("#lane-note")
+                break
+        assert said.startswith(data["lanes"][key]) and any(each in said for each in told), (key, said)
+    page.page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.settle()
+    assert not page.page.is_visible("#lane-note")
 
 
 def test_switching_shows_the_peak_of_the_other_step(opened: Open) -> None:

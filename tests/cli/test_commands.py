@@ -122,9 +122,28 @@ def test_search_over_ranks_and_where_nothing_fits(run: Runner) -> None:
     assert ran.code == 3 and json.loads(ran.out)["fits"] is False
 
 
+def test_search_over_devices_with_a_price_and_a_page(run: Runner, tmp_path: Path) -> None:
+    page = tmp_path / "devices.html"
+    asked = ("search", STEP, "--over", "device", "--values", "t4,h100-sxm", "--price", "t4=0.3", "--html", page)
+    found = document(run, *asked)
+    assert [point["device"] for point in found["points"]] == ["t4", "h100-sxm"] and found["smallest"] == "t4"
+    assert found["points"][0]["price"]["usd_per_hour"] == 0.3 and found["points"][1]["price"]["date"]
+    assert "h100-sxm" in page.read_text()
+
+
+def test_a_value_that_is_proven_later_is_not_told_of_as_if_it_were_another(run: Runner, tmp_path: Path) -> None:
+    page = tmp_path / "search.html"
+    ran = run("search", STEP, *CPU, "--budget", "2MiB", "--largest", "300", "--html", page)
+    told = [line.partition(" (")[0] for line in ran.err.splitlines() if line.startswith("batch ")]
+    first = [line.partition(":")[0] for line in told if "once more" not in line]
+    assert ran.code == 0 and len(first) == len(set(first)) and page.read_text().startswith("<!doctype html>")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--over", "device"], "--target is what the search finds"),
+        (["--price", "t4=1"], "--price is for --over device"),
         (["--batch", "4"], "--batch is what the search finds; leave it out, or write --largest 4"),
         (["--over", "ranks", "--ranks", "4"], "--ranks is what the search finds"),
         (["--values", "1,two"], "--values is '1,two'; write whole numbers"),

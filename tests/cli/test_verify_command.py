@@ -23,6 +23,12 @@ def test_a_plan_that_holds(files: Path, run: Runner, tmp_path: Path) -> None:
     assert (tmp_path / "found.json").read_text() == ran.out
 
 
+def test_a_plan_for_several_ranks_asks_for_torchrun(run: Runner, tmp_path: Path) -> None:
+    run("plan", STEP, "--target", "cpu", "--ranks", "2", "--budget", "1GiB", "-o", tmp_path / "plan.json")
+    ran = run("verify", tmp_path / "plan.json", STEP)
+    assert ran.code == 2 and "torchrun --nproc-per-node 2 -m memfit verify" in ran.err
+
+
 def changed(plan: Path, folder: Path, **predicted: float) -> Path:
     """The plan with other predictions."""
     text = json.loads(plan.read_text())

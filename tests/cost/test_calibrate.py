@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from memfit.capture import trace
 from memfit.cli import main
-from memfit.cost import Roofline, calibrate, calibration, fit_link
+from memfit.cost import CollectiveModel, Roofline, calibrate, calibration, fit_link
 from memfit.cost.calibration import Sample, fit_family
 from memfit.cost.disk import measure_disk
 from memfit.cost.host import Size, image_step, language_step
+from memfit.cost.rank_calibration import take_turns
 from memfit.cost.roofline import Float32Precision, kernel_ms
 from memfit.errors import InputError
-from memfit.hardware import Family, FamilyEfficiency, Link, load_device
+from memfit.hardware import CollectiveRate, Family, FamilyEfficiency, Link, Target, load_device
 
 START = FamilyEfficiency(family=Family.NORM, compute=0.5, bandwidth=0.5, overhead_ms=0.01)
 
@@ -126,7 +127,14 @@ def test_a_link_is_recovered_from_its_own_times_and_its_file_is_loaded(tmp_path:
     latency_ms, ms_per_byte = fit_link(rows, [0.2 * hops + 1e-6 * n_bytes for hops, n_bytes in rows])
     assert latency_ms == pytest.approx(0.2) and ms_per_byte == pytest.approx(1e-6)
     cpu = load_device("cpu")
-    link = Link(name="measured", kind="gloo", bandwidth_bytes_per_s=1e3 / ms_per_byte, latency_ms=latency_ms)
+    slow = CollectiveRate(kind="reduce_scatter", bandwidth_bytes_per_s=0.25e9, latency_ms=0.4)
+    link = Link(
+        name="measured",
+        kind="gloo",
+        bandwidth_bytes_per_s=1e3 / ms_per_byte,
+        latency_ms=latency_ms,
+        collectives=(slow,),
+    )
     found = calibration.Calibration(
         name="four-ranks",
         base="cpu",
@@ -142,6 +150,21 @@ def test_a_link_is_recovered_from_its_own_times_and_its_file_is_loaded(tmp_path:
     device = load_device(str(found.save(tmp_path / "four-ranks.toml")))
     assert device.ranks_per_node == 4 and device.peer_link is not None and device.host_link == cpu.host_link
     assert device.peer_link.bandwidth_bytes_per_s == pytest.approx(1e9) and device.peer_link.latency_ms == 0.2
+    assert device.peer_link.of_collective("reduce_scatter").latency_ms == 0.4
+    target = Target.parse(device, ranks=4)
+    all_reduce, reduce_scatter = (
+        CollectiveModel(target).estimate(kind, 1 << 20) for kind in ("all_reduce", "reduce_scatter")
+    )
+    assert reduce_scatter.latency_ms == pytest.approx(2 * all_reduce.latency_ms), "Gloo runs both as an all-reduce"
+    assert reduce_scatter.transfer_ms == pytest.approx(4 * all_reduce.transfer_ms)
+
+
+def test_ranks_that_share_a_core_take_as_many_times_longer() -> None:
+    cpu = load_device("cpu")
+    shared = dataclasses.replace(cpu, efficiency=take_turns(cpu.efficiency, 2.0))
+    captured = trace(language_step(Size(batch=2, length=32, width=64), plain=True), target=cpu)
+    alone, turns = (Roofline(device=device).op_ms(captured).sum() for device in (cpu, shared))
+    assert turns == pytest.approx(2 * alone, rel=1e-3)
 
 
 def test_a_disk_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:

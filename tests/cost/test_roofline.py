@@ -338,6 +338,16 @@ def test_equal_shapes_of_other_dtypes_have_times_of_their_own() -> None:
     assert together[1] > 4 * together[0], "a V100 has no bf16 units"
 
 
+def test_a_cpu_computes_16_bit_numbers_in_float32_and_copies_them_as_they_are() -> None:
+    cpu, shape = load_device("cpu"), (512, 1024)
+    for name, factor in (("aten.mul.Tensor", 1.0), ("aten.tanh.default", 1.0), ("aten.clone.default", 0.5)):
+        half, whole = (
+            estimate_work(op(name, shape, out=shape, dtype=dtype), cpu, Float32Precision())
+            for dtype in ("bfloat16", "float32")
+        )
+        assert half.memory_ms == pytest.approx(factor * whole.memory_ms)
+
+
 def test_double_precision_has_its_own_rate() -> None:
     card = load_device("rtx-4090")
     single, double = mm(4096, 4096, 4096, "float32"), mm(4096, 4096, 4096, "float64")

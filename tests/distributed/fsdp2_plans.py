@@ -49,6 +49,20 @@ class Rows(Transformer):
         return super().forward(nn.functional.one_hot(x, TOKENS).float())
 
 
+class Positioned(Transformer):
+    """With positions of one row, of which FSDP2 gives the second rank nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, *_SHAPE[1:], WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planned:
     """A step and how it is planned. Where `follows` is false, ops run that the plan does not know, which it says."""
@@ -95,6 +109,7 @@ PLANS = {
     "bfloat16 parameters": Planned(shard={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
     "accumulation": Planned(accumulation_steps=2),
     "foreach": Planned(optimizer={"foreach": True}),
+    "one row": Planned(model=Positioned),
 }
 
 _BFLOAT16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

@@ -74,7 +74,9 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
     """What a sharded model does, in order: gathers by unit and phase, and units that run."""
     runtime = get_runtime(model)
     seen: list[str] = []
-    links = {id(link): link for link in (*runtime.links, *(unit.nearby for unit in runtime.units if unit.nearby))}
+    links = {
+        id(link): link for link in (*runtime.links, *(unit.reshard_comm for unit in runtime.units if unit.reshard_comm))
+    }
     for link in links.values():
         _spy(link, seen)
     handles = [_note(unit.module, unit.name, seen) for unit in runtime.units]

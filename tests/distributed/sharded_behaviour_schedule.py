@@ -226,7 +226,7 @@ def resharded_gathers() -> None:
     ours.step(0)
     runtime = get_runtime(ours.model)
     sizes: list[tuple[str, int]] = []
-    links = {id(unit.nearby): unit.nearby for unit in runtime.units if unit.nearby is not None}
+    links = {id(unit.reshard_comm): unit.reshard_comm for unit in runtime.units if unit.reshard_comm is not None}
     for link in (*runtime.links, *links.values()):
         gather = link.gather
 

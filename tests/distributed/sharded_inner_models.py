@@ -162,7 +162,7 @@ def state_on_groups_of_its_own() -> None:
     shard(model, mesh=meshes[1])
     for parameter in block.parameters():
         assert isinstance(parameter, FlatDTensor)
-        assert parameter.home.alike(optimizer.state[parameter]["exp_avg"].home)
+        assert parameter.flat_spec.alike(optimizer.state[parameter]["exp_avg"].flat_spec)
     loss_of(model, 1).backward()
     optimizer.step()
 

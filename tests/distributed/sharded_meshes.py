@@ -6,6 +6,7 @@ Each function runs on every rank.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -244,13 +245,20 @@ def experts_without_work() -> None:
     assert torch.isfinite(gradients).all() and torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
-def a_rank_dies(timeout_s: float) -> tuple[str, float]:
-    """Return the error that a rank gets when another one ends in a forward, and after how many seconds."""
+def the_last_rank_fails(how: str, timeout_s: float) -> tuple[str, float]:
+    """Return the error that a rank gets when the last one fails in a forward, and after how many seconds."""
     mesh = mesh_of(2, 2)
     model: Any = shard(parallel(mesh), mesh=mesh["dp"], timeout=timedelta(seconds=timeout_s))
-    train(model, adamw(model.parameters()), range(1), mesh["dp"].get_local_rank())
+    if how != "takes another order":  # in the first pass
+        train(model, adamw(model.parameters()), range(1), mesh["dp"].get_local_rank())
     if dist.get_rank() == 3:
-        model.blocks[1].register_forward_pre_hook(lambda *_: os._exit(1))
+        if how == "dies":
+            model.blocks[1].register_forward_pre_hook(lambda *_: os._exit(1))
+        elif how == "stops":
+            model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        else:
+            blocks = model.blocks._modules
+            blocks["0"], blocks["1"] = blocks["1"], blocks["0"]
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         model(batch(1, 0)).square().mean().backward()

@@ -72,11 +72,9 @@ def methods_of_fsdp2_are_all_there() -> None:
     model: Any = built(by_memfit)
     for name in vars(FSDPModule):
         assert name.startswith("_") or callable(getattr(model.blocks[0], name, None)), name
-    model.set_reshard_after_backward(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_reduce_scatter_max_input_buffers(2)
     refused: list[tuple[str, Any]] = [
-        ("set_reshard_after_backward", False),
         ("set_separate_reduce_scatter_group", True),
         ("set_symm_mem_for_comm", "NCCL"),
         ("set_reduce_scatter_max_input_buffers", 0),
@@ -112,6 +110,20 @@ def gathers_follow_the_settings() -> None:
     assert gathers[1] == len(get_runtime(model).units) < gathers[0], (before, kept)
     with pytest.raises(InputError, match="no unit"):
         model.set_modules_to_forward_prefetch([model.blocks[0].up])
+    model.set_reshard_after_backward(False)
+    optimizer = adamw(model.parameters())
+    loss_of(model, 0).backward()
+    with watched(model) as left:
+        loss_of(model, 0).backward()
+    assert all(isinstance(each, FlatDTensor) for each in model.parameters())
+    optimizer.step()
+    with watched(model) as changed:
+        loss_of(model, 0).backward()
+    gathers = [sum(each.startswith("gather") for each in seen) for seen in (left, changed)]
+    assert gathers == [0, len(get_runtime(model).units)], (left, changed)
+    model.set_reshard_after_backward(True)
+    loss_of(model, 0).backward()
+    assert not any(unit.gathered for unit in get_runtime(model).units)
 
 
 class _Encoder(nn.Module):

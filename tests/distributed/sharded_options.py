@@ -435,7 +435,7 @@ def gathers_that_fail() -> None:
     block = model.blocks[0]
     register_forward_method(block, "forward")
     runtime = get_runtime(model)
-    calls = block.__dict__["_memfit_calls"]
+    calls = block.__dict__["_memfit_hooks"]
     (unit,) = [each for each in runtime.units if each.name == "blocks.0"]
 
     class Failing(Gather):

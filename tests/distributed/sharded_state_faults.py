@@ -155,15 +155,15 @@ def _at_gather(act: Callable[[], None]) -> None:
 
 def _at_all_reduce(act: Callable[[], None]) -> None:
     """Act when gradients of a unit are being summed over the replicas."""
-    real = ShardComm.all_reduce
+    real = ShardComm.sum_replicas
 
     def acting(link: ShardComm, *args: Any, **kwargs: Any) -> Any:
         begun = real(link, *args, **kwargs)
-        ShardComm.all_reduce = real
+        ShardComm.sum_replicas = real
         act()
         return begun
 
-    ShardComm.all_reduce = acting
+    ShardComm.sum_replicas = acting
 
 
 _PREPARE: dict[str, Callable[[Callable[[], None]], None]] = {

@@ -51,13 +51,19 @@ def test_inner_models(case: object, two_ranks: Ranks) -> None:
     two_ranks.run(case)
 
 
-def test_a_rank_that_dies_beside_tensor_parallel_ends_all_others_in_time(four_ranks: Ranks) -> None:
+@pytest.mark.parametrize("how", ["dies", "takes another order", pytest.param("stops", marks=pytest.mark.zoo)])
+def test_a_rank_that_fails_beside_tensor_parallel_is_told_in_time(how: str, four_ranks: Ranks) -> None:
     timeout_s = 5.0
-    four_ranks.begin(cases.a_rank_dies, timeout_s)
-    found = four_ranks.answers()
+    four_ranks.begin(cases.the_last_rank_fails, how, timeout_s)
+    told, seconds = four_ranks.answer(1)[0]  # to the rank that shards the same block
+    # one that waits in a collective of tensor parallel has the timeout of that group, which is torch's
+    others = [] if how == "stops" else [four_ranks.answer(rank) for rank in (0, 2)]
+    last = None if how == "stops" else four_ranks.answer(3)
     four_ranks.stop()
-    assert found[3] is None
-    for rank in range(3):
-        text, seconds = found[rank][0]
-        assert seconds < 2 * timeout_s + 10, (rank, text)
-    assert found[1][0][0].startswith("CollectiveError: rank 1:") and "rank 3" in found[1][0][0]
+    assert (last is None) == (how != "takes another order")
+    for text, after in ((told, seconds), *(each[0] for each in others)):
+        assert after < 2 * timeout_s + 10, text
+    if how == "takes another order":
+        assert told.startswith("OrderError: ") and "rank 3 runs unit 'blocks.1' at position 1" in told, told
+    else:
+        assert told.startswith("CollectiveError: rank 1:") and "rank 3" in told, told

@@ -52,6 +52,16 @@ def test_a_plan_holds_on_every_rank(two_ranks: Ranks, name: str, engine: str) ->
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_peak_of_a_rank_that_holds_less_is_predicted_too(two_ranks: Ranks, engine: str) -> None:
+    found, _ = two_ranks.run(verified.verified, "one row", planned("one row").to_json(), engine)[0]
+    assert found.ok, found.findings
+    first, second = (each.peak for each in found.ranks)
+    assert [each.error for each in (first, second)] == pytest.approx([0, 0], abs=1e-4)
+    less = 1 - second.predicted_bytes / first.predicted_bytes
+    assert (less > 0.005) == (engine == "fsdp2"), "the flat layout divides elements, not rows"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_wrong_prediction_is_shown(two_ranks: Ranks, engine: str) -> None:
     plan = planned("checkpointed")
     assert plan.predicted is not None

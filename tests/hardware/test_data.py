@@ -16,8 +16,15 @@ GPUS = [device for device in DEVICES.values() if device.type == "cuda"]
 SEEN = {"installed", "stored", "measured", "recalled"}
 
 
-def figures(table, path=""):
+def items(table):
+    """The entries of a table, and those of the tables in its lists."""
     for key, value in table.items():
+        rows = value if isinstance(value, list) and all(isinstance(row, dict) for row in value) else [value]
+        yield from ((key, row) for row in rows)
+
+
+def figures(table, path=""):
+    for key, value in items(table):
         if isinstance(value, dict) and "value" in value:
             yield f"{path}{key}", value
         elif isinstance(value, dict) and key != "sources":
@@ -25,7 +32,7 @@ def figures(table, path=""):
 
 
 def numbers_outside_figures(table, path=""):
-    for key, value in table.items():
+    for key, value in items(table):
         if isinstance(value, dict) and "value" not in value and key != "sources":
             yield from numbers_outside_figures(value, f"{path}{key}.")
         elif isinstance(value, int | float) and key not in ("generation", "lanes"):

@@ -260,7 +260,7 @@ def test_schema_names_every_field(plan: Plan) -> None:
     definitions = json.loads(SCHEMA_FILE.read_text())["$defs"]
     own = {"mesh", "rank", "wrappers", "collectives"}  # only plans of a step that was captured on a mesh have them
     own |= {"offload_link"}  # and this, and those of a unit, only plans that offload
-    own |= {"chunked_loss", "decisions", "price_ms_per_gib"}  # and these only plans that decide more
+    own |= {"chunked_loss", "micro_batch", "decisions", "price_ms_per_gib"}  # and these only plans that decide more
     offload = {"offload", "offload_next", "offloaded_bytes", "exposed_ms"}
     assert set(definitions["Plan"]["properties"]) == set(json.loads(plan.to_json())) | own
     assert set(definitions["Checkpoint"]["properties"]) == set(entry(json.loads(plan.to_json()))) | offload

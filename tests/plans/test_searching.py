@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import _round_between, search
+from memfit.report import write_search_page
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
+from memfit.units import display_bytes
 from tests.devices import without_workspaces
 
 H100 = without_workspaces()
@@ -297,7 +300,7 @@ def test_a_budget_above_what_is_usable_is_lowered() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"over": "width"}, "over is 'width'; write 'batch', 'seq', 'ranks' or 'mesh'"),
+        ({"over": "width"}, "over is 'width'; write 'batch', 'seq', 'ranks', 'mesh' or 'device'"),
         ({"over": "ranks", "ranks": 8}, "ranks=8 is what the search over ranks finds"),
         ({"values": []}, "values has nothing in it"),
         ({"values": [1, 0]}, "values has 0; write whole numbers"),
@@ -317,3 +320,46 @@ def test_what_cannot_be_searched_is_refused(given: dict[str, Any], message: str)
     given.setdefault("make_step", of_batch)
     with pytest.raises(InputError, match=message):
         search(given.pop("make_step"), target=H100, **given)
+
+
+def test_many_given_values_are_captured_at_few_sizes_and_found_as_by_planning_each() -> None:
+    make = Counted(of_batch)
+    found = search(make, target=H100, budget="190MiB", values=range(2, 14))
+    fits = [point for point in found.points if point.fits]
+    assert len(make.asked) == len(set(make.asked)) == found.captured <= 4 < len(found.points)
+    assert found.best is not None and found.largest is not None
+    assert {found.best.value, found.largest.value} <= set(make.asked)
+    for point in (fits[1], fits[-1]):
+        plan = memfit.plan(of_batch(point.value), target=H100, budget="190MiB")
+        assert plan.predicted is not None and point.peak_bytes == plan.predicted.peak_bytes
+        assert point.step_ms == pytest.approx(plan.predicted.step_ms, rel=1e-3)
+        assert point.baseline_peak_bytes == plan.baseline.peak_bytes
+    assert "4 values captured" in " ".join(str(found).split()) or len(make.asked) < 4
+
+
+def test_values_are_all_captured_where_a_check_finds_that_traces_do_not_scale() -> None:
+    def make(batch: int) -> Step:
+        # the ends are alike, what is between has another length
+        return Step(Model, memfit.spec((batch, 512 if batch in (2, 14) else 384), torch.int64), loss=loss)
+
+    found = search(make, target=H100, values=[2, 4, 6, 8, 10, 14])
+    assert found.captured == len(found.points) == 6
+    assert any("traces do not scale with batch" in note for note in found.notes)
+    for point in found.points:
+        assert point.baseline_peak_bytes == memfit.plan(make(point.value), target=H100).baseline.peak_bytes
+
+
+def test_the_budget_of_each_number_of_ranks_is_shown() -> None:
+    found = search(of_batch(1), over="ranks", target="h100-sxm", values=[1, 8])
+    alone, several = (Target.parse("h100-sxm", ranks=ranks).usable_bytes for ranks in (1, 8))
+    assert [point.allowed_bytes for point in found.points] == [alone, several] and several < alone
+    assert f"budget {display_bytes(several)} to {display_bytes(alone)} a rank" in " ".join(str(found).split())
+    assert "the budget was lowered" not in str(found)
+
+
+def test_the_frontier_is_drawn(batches: tuple[Search, list[int]], tmp_path: Path) -> None:
+    found, _ = batches
+    assert "● nothing recomputed" in str(found)
+    page = write_search_page(found, tmp_path / "search.html").read_text()
+    assert page.count("<polyline") == 4 and "<script" not in page and f"{found.best.value} is best" in page
+    assert page.count("<tr class=") == len(found.points)

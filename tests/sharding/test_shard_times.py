@@ -53,3 +53,15 @@ def test_ranks_of_one_cpu_hide_nothing_and_have_no_kernels_to_slow_down() -> Non
     sharding = problem.sharding
     assert sharding is not None and sharding.beside_ms == copies_ms(sharding.schedule, trace.hardware) > 0
     assert sharding.exposed_ms - sharding.beside_ms == pytest.approx(sharding.communication_ms)
+
+
+def test_ranks_of_a_cpu_that_send_to_each_other_need_less_than_gloos_reduce_scatter() -> None:
+    """Gloo's is an all-reduce, of twice the bytes; memfit's runtime sends each part to the rank that keeps it."""
+    trace = memfit.trace(training_step(SHAPE, batch=1, length=16), target="cpu")
+    found = {}
+    for engine in ("fsdp2", "sharded"):
+        options = SolveOptions(shard=ShardOptions(engine=engine))  # type: ignore[arg-type]
+        sharding = Problem.of(Runtime.of(trace, Roofline()), Target.parse("cpu", ranks=4), options).sharding
+        assert sharding is not None
+        found[engine] = sharding.communication_ms
+    assert found["sharded"] == pytest.approx(3 / 4 * found["fsdp2"], rel=0.1), "two gathers and a half reduction"

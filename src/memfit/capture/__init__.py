@@ -18,6 +18,7 @@ from memfit.capture.chunked_loss import (
     find_softmaxes,
     is_chunked,
 )
+from memfit.capture.divided_batch import batch_rows, divide_batch, divide_step
 from memfit.capture.environment import (
     cheap_collections,
     is_capturing,
@@ -41,6 +42,7 @@ from memfit.capture.random_numbers import held_generators, host_state, with_host
 from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.capture.replacements import patched
 from memfit.capture.rules.base import fills_its_memory
+from memfit.capture.scaling import ScaledTraces, fit_traces, is_same_step
 from memfit.capture.step import Companions, Step, call_model, find_step, find_variables, spec
 from memfit.capture.trace_file import check_trace, load_trace, save_trace
 from memfit.capture.trace_types import (
@@ -90,17 +92,21 @@ __all__ = [
     "PipelineAction",
     "PipelineRun",
     "RankLike",
+    "ScaledTraces",
     "Step",
     "Storage",
     "TensorRef",
     "Trace",
     "allocations",
+    "batch_rows",
     "call_model",
     "call_of",
     "cheap_collections",
     "check_trace",
     "chunked_cross_entropy",
     "chunked_losses",
+    "divide_batch",
+    "divide_step",
     "fills_its_memory",
     "find_chunkable",
     "find_copies",
@@ -108,6 +114,7 @@ __all__ = [
     "find_softmaxes",
     "find_step",
     "find_variables",
+    "fit_traces",
     "held_generators",
     "host_state",
     "implementations",
@@ -116,6 +123,7 @@ __all__ = [
     "is_capturing",
     "is_chunked",
     "is_container",
+    "is_same_step",
     "is_trained",
     "load_trace",
     "names_of_wrappers",

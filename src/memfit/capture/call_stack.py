@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -152,10 +153,11 @@ class CallTracker:
 
 
 @contextlib.contextmanager
-def module_calls(enter: Any, leave: Any, failed: Any = None) -> Iterator[None]:
+def module_calls(enter: Any, leave: Any, failed: Any = None, around: Any = None) -> Iterator[None]:
     """Call `enter(module, args, kwargs)` before and `leave(module, result)` after every module execution.
 
-    When it raises, `failed(error)` is called before `leave`, whose result is then None.
+    When it raises, `failed(error)` is called before `leave`, whose result is then None. All of it is done by
+    `around(module, args, kwargs, run)`, when there is one, in that it calls `run()`.
     """
     original = nn.Module.__call__
     here = threading.get_ident()
@@ -163,6 +165,11 @@ def module_calls(enter: Any, leave: Any, failed: Any = None) -> Iterator[None]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != here:
             return original(self, *args, **kwargs)
+        if around is not None:
+            return around(self, args, kwargs, functools.partial(run, self, args, kwargs))
+        return run(self, args, kwargs)
+
+    def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         enter(self, args, kwargs)
         result = None
         try:

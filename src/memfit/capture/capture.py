@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,6 +45,8 @@ from memfit.capture.pipelines import Messages, pipeline_notes
 from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
+from memfit.capture.repeated_blocks import FIRST, LAST, NotRepeated, Row, RowCapture, find_row, may_have_row
+from memfit.capture.replication import replicate as replicate_blocks
 from memfit.capture.restoration import ValueSnapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.step import Companions, Step, find_step, find_variables
@@ -61,8 +64,11 @@ from memfit.capture.trace_types import (
     Category,
     ModelCall,
     Module,
+    ModuleCall,
+    Op,
     Parameter,
     Phase,
+    Storage,
     Trace,
 )
 from memfit.capture.wrapped_models import innermost, names_of_wrappers, own_modules, wrappers
@@ -84,6 +90,7 @@ def trace(
     mesh: Mesh | None = None,
     rank: RankLike | None = None,
     cast: ParameterCast | None = None,
+    replicate: bool = True,
 ) -> Trace:
     """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
@@ -94,7 +101,8 @@ def trace(
     that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as an
     argument called `mesh`. It is the first rank unless `rank` says which, by number or by its place in dimensions of
     the mesh, `{"pp": 3}`: ranks of a pipeline hold different stages. With a `cast`, parameters are computed with in
-    another dtype than the model's (Note [Cast parameters]).
+    another dtype than the model's (Note [Cast parameters]). Of equal blocks in a row five run, and the record of the
+    others is made from theirs (Note [Repeated blocks]): the same trace, sooner. `replicate=False` runs all of them.
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -120,10 +128,23 @@ def trace(
         held = held_generators(model.modules(), find_variables(step.run))
         snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
+        replicate = replicate and may_have_row(model)
 
-        def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
-            compiled = model is not built
-            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=compiled, cast=cast)
+        def captured(
+            gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws, replicated: bool
+        ) -> _Capture:
+            capture = _Capture(
+                step,
+                model,
+                device,
+                gradients,
+                state,
+                draws,
+                held,
+                compiled=model is not built,
+                cast=cast,
+                replicate=replicated,
+            )
             try:
                 capture.run()
             finally:
@@ -131,11 +152,23 @@ def trace(
                 snapshot.restore()
             return capture
 
-        def capture_with(draws: RandomDraws) -> Trace:
-            capture = captured({}, {}, draws)
+        def capture_once(draws: RandomDraws, replicated: bool) -> Trace:
+            capture = captured({}, {}, draws, replicated)
             if capture.left_gradients or capture.left_state:
-                capture = captured(capture.left_gradients, capture.left_state, draws)
+                capture = captured(capture.left_gradients, capture.left_state, draws, replicated)
             return capture.result(notes)
+
+        def capture_with(draws: RandomDraws) -> Trace:
+            nonlocal replicate
+            if replicate:
+                # Whatever goes wrong does so without replication too, or is replication's fault.
+                with contextlib.suppress(Exception):
+                    found = capture_once(draws, True)
+                    if not draws.read:
+                        return found
+                replicate = False
+                draws.read.clear()
+            return capture_once(draws, False)
 
         try:
             with same_generators(held):
@@ -197,18 +230,6 @@ def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
     )
 
 
-def _context(device: Device, *, compiled: bool, several_ranks: bool) -> RuleContext:
-    return RuleContext(
-        device_type=device.type,
-        compute_capability=device.compute_capability,
-        threads=device.threads or torch.get_num_threads(),
-        multiprocessors=device.multiprocessors or 0,
-        vendor=device.vendor,
-        compiled=compiled,
-        several_ranks=several_ranks,
-    )
-
-
 def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
     """Return the model behind `torch.compile`, which is captured as its eager original."""
     original = compiled_original(model)
@@ -234,8 +255,11 @@ class _Capture:
         mesh: dict[str, int] | None = None,
         rank: int = 0,
         cast: ParameterCast | None = None,
+        replicate: bool = False,
     ) -> None:
         self.step = step
+        self.replicate = replicate
+        self.row: Row | None = None
         self.cast = cast
         self.mesh, self.rank = mesh or {}, rank
         self.compiled = compiled
@@ -257,7 +281,7 @@ class _Capture:
 
     def _begin(self) -> None:
         """Begin a record."""
-        self.context = context = _context(self.device, compiled=self.compiled, several_ranks=bool(self.mesh))
+        self.context = context = RuleContext.of(self.device, compiled=self.compiled, several_ranks=bool(self.mesh))
         self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()
@@ -269,6 +293,7 @@ class _Capture:
             from memfit.capture import parallel  # loads DTensor, which takes a second
 
             self.parallel = parallel.ParallelCapture(self.recorder, self.model, context.note, self.mesh)
+        self.row_capture: RowCapture | None = None
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
@@ -291,6 +316,8 @@ class _Capture:
                 stack.enter_context(on_meta(self.model, self.meta_tensors))
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.meta_tensors))
+            if self.replicate:
+                self.row = find_row(self.model)
             step = self.step.with_batch(self.meta_tensors.batch(self.step.batch))
             switches = self._switches()
             made = self._pass(step, None, None)
@@ -313,6 +340,8 @@ class _Capture:
         """Record the step once; `made` and `before` are the optimizer and the storages of an earlier pass."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.recorder.put_generators_back)
+            if self.row is not None:
+                self.row_capture = RowCapture(self.row, self.recorder)
             self._register(step)
             if before is not None:
                 for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
@@ -341,6 +370,8 @@ class _Capture:
             finally:
                 self.draws.note_host(seeded, self.held)
                 self.leftovers += self.recorder.table.outliving()
+            if self.row_capture is not None:
+                self.row_capture.end_pass()
             if not self.mesh:  # a second pass finds all of it, and there is no second capture
                 with DisableTorchFunction(), disable_current_modes():
                     self.left_state = self.states.left(optimizers)
@@ -372,7 +403,9 @@ class _Capture:
         """Return the switches among the attributes of the model's modules, which a first step may turn."""
         found: list[Any] = []
         for module in self.model.modules():
-            found += [(name, each) for name, each in vars(module).items() if each is None or isinstance(each, bool)]
+            found += [
+                (name, each) for name, each in vars(module).items() if each is None or each is True or each is False
+            ]
             for name, buffer in buffer_table(module).items():
                 if buffer is not None and buffer.numel() == 1 and buffer.dtype in _SWITCHES and not buffer.is_meta:
                     found.append((name, int(buffer)))
@@ -404,7 +437,8 @@ class _Capture:
         if self.cast is not None:  # a module's call begins after the casts, which are not part of what it computes
             began = self.recorder
             stack.enter_context(self.cast.applied(self.model, lambda: began.calls.begin_at(len(began.ops))))
-        stack.enter_context(module_calls(self._enter, self._leave, self._failed))
+        around = None if self.row_capture is None else self.row_capture.call
+        stack.enter_context(module_calls(self._enter, self._leave, self._failed, around))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())
         stack.enter_context(self.emulation)
@@ -519,6 +553,9 @@ class _Capture:
         self.recorder.note_failure(error, "")
 
     def _note_gradients(self) -> None:
+        if self.row_capture is not None:
+            with DisableTorchFunction(), disable_current_modes():
+                self.row_capture.put_gradients()
         with DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
                 number = HOST if parameter.grad is None else self.recorder.table.number_of(parameter.grad)
@@ -531,21 +568,24 @@ class _Capture:
     # -- the result -------------------------------------------------------------------------------------------------
 
     def result(self, notes: list[str]) -> Trace:
-        """Return the finished trace."""
+        """Return the finished trace; `NotRepeated` where a row of blocks turns out not to do the same."""
         recorder = self.recorder
+        ops, storages, calls = recorder.frozen_ops(), recorder.frozen_storages(), self.calls.freeze()
+        number_of: Callable[[int], int] = int
+        if self.row_capture is not None:
+            ops, storages, calls, number_of = self._replicated(self.row_capture, ops, storages, calls)
         parameters = tuple(
             Parameter(
                 names=tuple(names),
-                storage=self.parameter_storages[key],
+                storage=number_of(self.parameter_storages[key]),
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype)[6:],
                 trainable=parameter.requires_grad,
-                gradient=self.gradients.get(key, NO_INDEX),
-                state=self.states.numbers.get(key, ()),
+                gradient=number_of(self.gradients.get(key, NO_INDEX)),
+                state=tuple(map(number_of, self.states.numbers.get(key, ()))),
             )
             for key, (parameter, names) in self.parameters.items()
         )
-        ops = recorder.frozen_ops()
         pipelines = () if self.parallel is None else self.parallel.pipelines.runs()
         notes = [*notes, *pipeline_notes(pipelines, self.mesh, self.rank)]
         return Trace(
@@ -559,8 +599,8 @@ class _Capture:
             autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
             optimizer=", ".join(self.states.names),
             ops=ops,
-            storages=(*recorder.frozen_storages(), *blas_workspaces(ops, self.device)),
-            calls=self.calls.freeze(),
+            storages=(*storages, *blas_workspaces(ops, self.device)),
+            calls=calls,
             modules=tuple(self.modules),
             parameters=parameters,
             sources=tuple(self.sources.sources),
@@ -579,6 +619,54 @@ class _Capture:
             wrappers=() if self.parallel is None else names_of_wrappers(self.model),
             cast=self.cast,
         )
+
+    def _replicated(
+        self, capture: RowCapture, ops: tuple[Op, ...], storages: tuple[Storage, ...], calls: tuple[ModuleCall, ...]
+    ) -> tuple[tuple[Op, ...], tuple[Storage, ...], tuple[ModuleCall, ...], Callable[[int], int]]:
+        """Write down what the blocks of a row that did not run would have done, in the rest of the capture too."""
+        capture.finish()
+        row = capture.row
+        inside: dict[str, list[Module]] = {path: [] for path in row.paths}
+        depth = row.paths[0].count(".") + 1
+        for module in self.modules:
+            block = ".".join(module.path.split(".")[:depth])
+            if block in inside:
+                inside[block].append(module)
+        kept = {
+            names[0]: self.gradients[key]
+            for key, (_, names) in self.parameters.items()
+            if key in self.gradients and storages[self.gradients[key]].alloc_at == BEFORE_STEP
+        }
+        own: list[list[int]] = []
+        for path in row.paths:
+            numbers = [number for each in inside[path] for number in (*each.parameters, *each.buffers)]
+            numbers += [number for name, number in kept.items() if name.startswith(f"{path}.")]
+            own.append(list(dict.fromkeys(numbers)))
+        found = replicate_blocks(ops, storages, calls, paths=row.paths, own=own, stand_ins=capture.stand_ins)
+        notes = (*self.recorder.notes, *self.context.notes)
+        if any(re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", note) for path in row.paths for note in notes):
+            raise NotRepeated("a note is about one block")
+        template = row.paths[FIRST - 1]
+        others = row.paths[FIRST:-LAST]
+        for path in [each for each in self.calls.in_eval if each == template or each.startswith(f"{template}.")]:
+            self.calls.in_eval.update(other + path[len(template) :] for other in others)
+        if template in self.advice.recomputed:
+            after = list(self.advice.recomputed)
+            place = after.index(template)
+            self.advice.recomputed = dict.fromkeys((*after[:place], *others[::-1], *after[place:]))
+        number_of = found.number_of
+        self.modules = [
+            msgspec.structs.replace(
+                each, parameters=tuple(map(number_of, each.parameters)), buffers=tuple(map(number_of, each.buffers))
+            )
+            if each.parameters or each.buffers
+            else each
+            for each in self.modules
+        ]
+        self._model_calls = [
+            msgspec.structs.replace(each, outputs=tuple(map(number_of, each.outputs))) for each in self._model_calls
+        ]
+        return found.ops, found.storages, found.calls, number_of
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -205,9 +205,13 @@ _DEPTH = 8
 
 def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
     """Copy a container, and those in it, to some depth."""
-    if depth == 0 or type(value) not in _COPIED or any(value is seen for seen, _ in contents[-_DEPTH:]):
+    if type(value) not in _COPIED or depth == 0:
+        return
+    if depth < _DEPTH and any(value is seen for seen, _ in contents[-_DEPTH:]):  # it holds itself
         return
     contents.append((value, value.copy()))
+    if not value:
+        return
     for item in value.values() if isinstance(value, dict) else value:
         _keep(item, contents, depth - 1)
 

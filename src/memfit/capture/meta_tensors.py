@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -177,7 +177,7 @@ def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
                     buffer_table(module)[name] = meta_tensors.buffer(buffer)
         for module in modules:
             for name, value in list(vars(module).items()):
-                if name in _MODULE_TABLES:
+                if type(value) in _TENSORLESS or name in _MODULE_TABLES:
                     continue
                 if isinstance(value, torch.Tensor) and id(value) not in meta_tensors.of and not meta_tensors.compact:
                     vars(module)[name] = meta_tensors.attribute(value)
@@ -207,6 +207,8 @@ def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
                     table[name] = tensor
 
 
+_TENSORLESS = frozenset((bool, int, float, str, type(None), OrderedDict))
+"""Kinds of attributes in which no tensor is looked for: most of a module's."""
 _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 

@@ -51,6 +51,9 @@ def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
     return [each for each in found.values() if not any(each is known for known in _global_generators())]
 
 
+_ATOMS = frozenset((bool, int, float, str, type(None), torch.Tensor, nn.Parameter))
+
+
 class _GeneratorSearch:
     """Looks for generators in values, and in what these hold."""
 
@@ -64,6 +67,8 @@ class _GeneratorSearch:
             self._look(value, depth)
 
     def _look(self, value: Any, depth: int) -> None:
+        if type(value) in _ATOMS or (isinstance(value, dict) and not value):
+            return
         if isinstance(value, _HELD):
             self._found[id(value)] = value
         elif depth and id(value) not in self._seen and len(self._seen) < _MOST_VALUES:

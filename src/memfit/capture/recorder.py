@@ -100,6 +100,22 @@ class Recorder(DispatchMode):
         on_device = self.device_type == "cpu" or (self.forced_device or "cpu") != "cpu"
         self.table.made(tensor.untyped_storage(), self.calls.current, on_device=on_device)
 
+    def adopt_like(self, tensor: torch.Tensor, like: torch.Tensor) -> int:
+        """Number a tensor that stands for one which ops that did not run would have made as they made another."""
+        number = self.table.new(tensor.untyped_storage(), max(0, self.table.now - 1), NO_INDEX)
+        self.produced_like(tensor, like)
+        return number
+
+    def produced_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
+        """Let a tensor be made, or seen as a view, by the ops of forward and backward that made another."""
+        number, other = self.table.number_of(tensor), self.table.number_of(like)
+        for producers, key, known in (
+            (self._producers, id(self._refs.ref(tensor, number)), self._producers.get(id(self._refs.ref(like, other)))),
+            (self._last_producer, number, self._last_producer.get(other)),
+        ):
+            if known is not None and self.ops[known].phase is not Phase.OPTIMIZER:
+                producers[key] = known
+
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def note_failure(self, error: BaseException, op: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
@@ -163,9 +164,15 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
+@functools.lru_cache(maxsize=1024)
+def _torch_kinds(kind: type) -> frozenset[str]:
+    """Return the names of torch's classes among those that a class derives from."""
+    return frozenset(each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch."))
+
+
 def refuse_sharded_module(module: nn.Module, name: str) -> None:
     """Refuse a module that `fully_shard` or FSDP has sharded, itself and not one inside it."""
-    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+    kinds = _torch_kinds(type(module))
     for kind, how in _SHARDED.items():
         if kind in kinds:
             raise InputError(

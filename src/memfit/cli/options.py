@@ -136,7 +136,10 @@ class SolverOptions:
     offload: Json = False
     """Units may also offload what they hold for their backward: to the host, or from a CPU to a calibrated disk."""
     decide: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("KIND")] = ()
-    """What else the plan may decide: loss (chunks of the cross entropy), reshard, prefetch, optimizer, offload."""
+    """What else the plan may decide: exact (all that keeps numbers bit for bit), all, or a kind: reshard, prefetch,
+    offload, segments, loss (chunks of the cross entropy), optimizer, units, replicas, cpu_offload, micro_batch."""
+    fix: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("KIND")] = ()
+    """A kind that stays as it is, whatever --decide says."""
     loss_chunks: Annotated[Count, arg("N", "the step's own, or decided")] = None
     """In how many chunks the cross entropy is computed; 1 leaves it whole."""
 
@@ -153,12 +156,14 @@ class FileOptions:
     """A memory snapshot for pytorch.org/memory_viz."""
     markdown: Annotated[Path | None, arg("FILE")] = None
     """Text for a pull request."""
+    torch_policy: Annotated[Path | None, arg("FILE")] = None
+    """A Python file that checkpoints as planned with torch alone, for scripts without memfit."""
 
     @property
     def by_option(self) -> dict[str, Path | None]:
         """The files, by the option that names them."""
-        names = ("html", "perfetto", "snapshot", "markdown")
-        return {f"--{name}": getattr(self, name) for name in names}
+        names = ("html", "perfetto", "snapshot", "markdown", "torch_policy")
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
 
     @property
     def any(self) -> bool:

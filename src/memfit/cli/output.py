@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memfit.analysis import Lever, Report
+    from memfit.plans import DeviceSearch, MeshSearch, Search
 
 
 _WIDTH = 100
@@ -245,9 +246,22 @@ def _written(character: str) -> str:
 # The files that show a report
 
 
+def write_search(found: Search | MeshSearch | DeviceSearch, path: Path | None) -> None:
+    """Write the page about a search where one is wanted."""
+    if path is None:
+        return
+    from memfit.plans import MeshSearch
+    from memfit.report import write_search_page
+
+    assert not isinstance(found, MeshSearch), "there is no page about meshes"
+    with Progress("drawing the page"), for_file("--html"):
+        write_search_page(found, path)
+    say(f"wrote {path}, open it in a browser")
+
+
 def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
     """Write what was asked for, and say so; levers are shown on the page and in the Markdown."""
-    from memfit.report import to_markdown, write_page, write_perfetto, write_snapshot
+    from memfit.report import to_markdown, to_torch_policy, write_page, write_perfetto, write_snapshot
 
     if files.html is not None:
         with Progress("drawing the page"), for_file("--html"):
@@ -263,6 +277,8 @@ def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()
         say(f"wrote {files.snapshot}, open it at pytorch.org/memory_viz")
     if files.markdown is not None:
         write_text("--markdown", files.markdown, to_markdown(report, levers))
+    if files.torch_policy is not None and report.plan is not None:
+        write_text("--torch-policy", files.torch_policy, to_torch_policy(report.plan))
 
 
 def write_text(option: str, path: Path, text: str) -> None:

@@ -321,12 +321,15 @@ def solve_options(
             ShardOptions(replicas=options.replicas).shard_ranks(ranks)
     with about("--decide"):
         SolveOptions(decide=options.decide)  # type: ignore[arg-type]
+    with about("--fix"):
+        SolveOptions(fixed=options.fix)  # type: ignore[arg-type]
     with about("--loss-chunks"):
         SolveOptions(loss_chunks=options.loss_chunks)
     with about("--force and --forbid"):
         return SolveOptions(
             offload=options.offload,
             decide=options.decide or None,  # type: ignore[arg-type]
+            fixed=options.fix,  # type: ignore[arg-type]
             loss_chunks=options.loss_chunks,
             force=named["force"],
             forbid=named["forbid"],

@@ -88,12 +88,16 @@ class Calibration:
             lines += ["", "[links]", f"ranks_per_node = {{ value = {self.ranks}, {source} }}"]
             lines += ["", "[links.peer]", f'kind = "{self.link.kind}"']
             lines += [f"{key} = {{ value = {value:.6g}, {source} }}" for key, value in figures.items()]
+            for rate in self.link.collectives:
+                figures = {"bandwidth_bytes_per_s": rate.bandwidth_bytes_per_s, "latency_ms": rate.latency_ms}
+                lines += table(f"links.peer.collectives.{rate.kind}", figures)
         if self.disk is not None:
             rates = {
                 "write_bytes_per_s": self.disk.to_host_bytes_per_s,
                 "read_bytes_per_s": self.disk.to_device_bytes_per_s,
+                "compute_s_per_byte": self.disk.compute_s_per_byte,
             }
-            lines += table("links.disk", rates)
+            lines += table("links.disk", {name: figure for name, figure in rates.items() if figure})
         shared = "" if self.link is None else f", {self.ranks} ranks at once"
         lines += [
             "",
@@ -142,7 +146,7 @@ def calibrate(
     if base.type == "cpu":
         console.print("timing the disk")
         try:
-            disk = measure_disk(n_bytes=_COPY_BYTES // 2)
+            disk = measure_disk()
         except OSError as error:
             console.print(f"the disk is not measured, so plans for this device do not offload: {error}")
     return Calibration(

@@ -345,9 +345,9 @@ class CollectiveModel:
         """The algorithms that the target's library has for a collective."""
         return self._algorithms(Collective.parse(kind), "best")
 
-    def intra_bandwidth_bytes_per_s(self, group: Group) -> float:
-        """What one rank reaches of the link inside a node."""
-        link = self.target.intra_node_link
+    def intra_bandwidth_bytes_per_s(self, group: Group, kind: Collective | None = None) -> float:
+        """What one rank reaches of the link inside a node, in a kind of collective where that was measured."""
+        link = self._intra_link(kind)
         figures = collective_figures().link(link)
         reached = link.bandwidth_bytes_per_s * figures.efficiency
         if figures.meshed and link.lanes:
@@ -368,9 +368,9 @@ class CollectiveModel:
         latency_ms = protocol.base_ms
         inside = between = 0.0
         if needed.intra_hops:
-            latency_ms += needed.intra_hops * self.target.intra_node_link.latency_ms * protocol.intra_hop
+            latency_ms += needed.intra_hops * self._intra_link(kind).latency_ms * protocol.intra_hop
         if needed.intra_share:
-            inside = needed.intra_share / (self.intra_bandwidth_bytes_per_s(group) * protocol.intra_bandwidth)
+            inside = needed.intra_share / (self.intra_bandwidth_bytes_per_s(group, kind) * protocol.intra_bandwidth)
         if needed.inter_share and protocol.inter_hop is not None and protocol.inter_bandwidth is not None:
             latency_ms += needed.inter_hops * self.target.inter_node_link.latency_ms * protocol.inter_hop
             between = needed.inter_share / (self.inter_bandwidth_bytes_per_s() * protocol.inter_bandwidth)
@@ -382,6 +382,10 @@ class CollectiveModel:
             latency_ms=latency_ms,
             transfer_ms=(max(inside, between) if needed.pipelined else inside + between) * n_bytes * 1e3,
         )
+
+    def _intra_link(self, kind: Collective | None) -> Link:
+        link = self.target.intra_node_link
+        return link if kind is None else link.of_collective(kind.value)
 
     def _group(self, group: Group | None) -> Group:
         whole = Group.of(self.target)

@@ -132,6 +132,8 @@ _BANDWIDTH_BOUND = {
     Family.RANDOM,
 }  # fmt: skip
 """Families whose tensors the cache may still hold."""
+_CONVERTED = {Family.NORM, Family.ELEMENTWISE, Family.TRANSCENDENTAL, Family.REDUCTION, Family.RANDOM}
+"""Families that compute 16-bit numbers in float32 on a CPU: an element takes as long as one of float32, or longer."""
 _BROADCAST = {Family.ELEMENTWISE, Family.TRANSCENDENTAL}
 """Families that steps run on other layouts than published kernel times are of."""
 
@@ -192,6 +194,8 @@ def estimate_work(op: Op, device: Device, precision: Float32Precision) -> Work:
     bandwidth = device.memory_bandwidth_bytes_per_s * device.sustained.bandwidth
     flops, moved = real_flops(op), moved_bytes(op)
     if device.multiprocessors is None:
+        if family in _CONVERTED:
+            moved *= max(1, 4 // item_bytes)
         return Work(family=family, compute_ms=flops / rate * 1e3, memory_ms=moved / bandwidth * 1e3)
     packet = op.name.split(".")[1]
     if packet in _MATRIX and flops:

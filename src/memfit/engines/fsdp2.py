@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -206,10 +206,13 @@ def _fully_shard(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Call `fully_shard` on the units, inner ones first and the model itself last."""
     shard = plan.shard
     assert shard is not None
-    policy = _precision(plan, shard)
+    policy, offload = _precision(plan, shard), OffloadPolicy()
+    if shard.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in sorted(shard.units, key=lambda each: each.module.count(".") + bool(each.module), reverse=True):
         module = model.get_submodule(unit.module)
-        fully_shard(module, mesh=mesh, reshard_after_forward=unit.reshard_after_forward, mp_policy=policy)
+        reshards = unit.reshard_after_forward
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, offload_policy=offload)
     _set_prefetch([cast(FSDPModule, model.get_submodule(unit.module)) for unit in shard.units], shard.prefetch)
 
 

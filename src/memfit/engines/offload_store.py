@@ -23,19 +23,14 @@ from collections.abc import Callable
 from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from memfit.errors import InputError, MissingFeatureError, OffloadError
+from memfit.summed_file import COPY_THREADS, OFFLOAD_FOLDER, Content, Sums, read_summed, write_summed
 from memfit.torch_private.dispatch import DisableTorchDispatch
 from memfit.units import display_bytes
 
-FOLDER = "MEMFIT_OFFLOAD"
-"""The environment variable that names the folder of the file; without it, the one of Python's `tempfile`."""
-
-_CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = 4096
-_THREADS = 2
 
 
 def open_store(device_type: str) -> OffloadStore:
@@ -52,9 +47,11 @@ def open_store(device_type: str) -> OffloadStore:
 
 def offload_folder() -> str:
     """Return the folder for what the CPU offloads; refuse one that no file can be written in."""
-    folder = os.environ.get(FOLDER) or tempfile.gettempdir()
+    folder = os.environ.get(OFFLOAD_FOLDER) or tempfile.gettempdir()
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{folder!r} is no folder that can be written in; set {FOLDER} to one with room for this plan")
+        raise InputError(
+            f"{folder!r} is no folder that can be written in; set {OFFLOAD_FOLDER} to one with room for this plan"
+        )
     return folder
 
 
@@ -235,7 +232,7 @@ class FileStore(OffloadStore):
         with self._opening:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self.folder, prefix="memfit-offload-", buffering=0)  # noqa: SIM115
-                for number in range(_THREADS):
+                for number in range(COPY_THREADS):
                     name = f"memfit-offload-{number}"
                     threading.Thread(target=_work_off, args=(self._jobs,), name=name, daemon=True).start()
                 weakref.finalize(self, _close, self._file, self._jobs)
@@ -260,7 +257,7 @@ class FileStore(OffloadStore):
 
 
 def _close(file: IO[bytes], jobs: queue.SimpleQueue[_Job | None]) -> None:
-    for _ in range(_THREADS):
+    for _ in range(COPY_THREADS):
         jobs.put(None)
     file.close()
 
@@ -314,15 +311,15 @@ class _Filed(OffloadedStorage):
             raise self._not_sent(error) from error
         self._place = place = _Place(store.extents, self.size_bytes)
         self._storage: torch.UntypedStorage | None = storage
-        self._sums: list[npt.NDArray[np.uint64]] = []
+        self._sums: list[Sums] = []
         self._writing: _Job | None = store.submit(_Write(self._file, place, storage, self._sums))
         self._reading: _Job | None = None
 
     def _not_sent(self, error: BaseException) -> OffloadError:
         return OffloadError(
             f"unit {self.unit!r} could not offload {display_bytes(self.size_bytes)} to a file in "
-            f"{self._store.folder!r}: {_reason(error)}, and {self._store.room()}. {_INTACT} Make room, set {FOLDER} to "
-            "another folder and apply the plan again, or plan with less offloading"
+            f"{self._store.folder!r}: {_reason(error)}, and {self._store.room()}. {_INTACT} Make room, set "
+            f"{OFFLOAD_FOLDER} to another folder and apply the plan again, or plan with less offloading"
         )
 
     def wait_sent(self) -> None:
@@ -364,21 +361,13 @@ class _Filed(OffloadedStorage):
 class _Write:
     """Writes a storage."""
 
-    def __init__(
-        self, file: int, place: _Place, storage: torch.UntypedStorage, sums: list[npt.NDArray[np.uint64]]
-    ) -> None:
+    def __init__(self, file: int, place: _Place, storage: torch.UntypedStorage, sums: list[Sums]) -> None:
         self._file, self._place, self._storage, self._sums = file, place, storage, sums
         place.take()
 
     def __call__(self) -> None:
         try:
-            content = _memory_of(self._storage)
-            for begin in range(0, len(content), _CHUNK_BYTES):
-                chunk = content[begin : begin + _CHUNK_BYTES]
-                self._sums.append(page_sums(chunk))
-                done = 0
-                while done < len(chunk):
-                    done += os.pwrite(self._file, chunk[done:].data, self._place.offset + begin + done)
+            self._sums += write_summed(self._file, _memory_of(self._storage), self._place.offset)
         finally:
             self._place.let_go()
 
@@ -388,34 +377,15 @@ class _Read(_Write):
 
     def __call__(self) -> None:
         try:
-            content = _memory_of(self._storage)
-            for number, begin in enumerate(range(0, len(content), _CHUNK_BYTES)):
-                chunk = content[begin : begin + _CHUNK_BYTES]
-                done = 0
-                while done < len(chunk):
-                    count = os.preadv(self._file, [chunk[done:].data], self._place.offset + begin + done)
-                    if not count:
-                        raise EOFError(f"the file ends {len(content) - begin - done} bytes early")
-                    done += count
-                if not np.array_equal(page_sums(chunk), self._sums[number]):
-                    raise ValueError("the file holds other bytes than were written")
+            read_summed(self._file, _memory_of(self._storage), self._place.offset, self._sums)
         finally:
             self._place.let_go()
 
 
-def _memory_of(storage: torch.UntypedStorage) -> npt.NDArray[np.uint8]:
+def _memory_of(storage: torch.UntypedStorage) -> Content:
     """Return the bytes of a storage, without a tensor: threads must not hold one longer than the job."""
     memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
-
-
-def page_sums(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """Return the sums of the words of each page, which take a tenth of the time of a CRC."""
-    whole = len(content) // _PAGE_BYTES * _PAGE_BYTES
-    pages = content[:whole].view(np.uint64).reshape(-1, _PAGE_BYTES // 8).sum(axis=1, dtype=np.uint64)
-    rest = np.zeros(_PAGE_BYTES, np.uint8)
-    rest[: len(content) - whole] = content[whole:]
-    return np.append(pages, rest.view(np.uint64).sum(dtype=np.uint64))
 
 
 def _reason(error: BaseException) -> str:

@@ -83,7 +83,8 @@ def shard_like(value: torch.Tensor, parameter: DTensor) -> DTensor:
     """Return this rank's rows of a tensor, as those of a sharded parameter, in memory of their own."""
     found = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return DTensor.from_local(
-        found.to_local().clone(),  # a view of the whole tensor otherwise, which would stay in memory
+        # A view of the whole tensor otherwise, which would stay in memory; shards may be on the host.
+        found.to_local().clone().to(parameter.to_local().device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

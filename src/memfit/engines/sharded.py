@@ -64,6 +64,7 @@ def shard_as_planned(
         units={each.module: _unit_options(each) for each in plan.shard.units},
         precision=precision,
         schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
+        offload=True if plan.shard.cpu_offload else None,
     )
     for optimizer in optimizers:
         move_optimizer(optimizer)

@@ -4,6 +4,7 @@ from memfit.hardware.context import MeasuredContext, measure_context
 from memfit.hardware.device import (
     RATE_NAMES,
     AllocatorRules,
+    CollectiveRate,
     Device,
     DeviceType,
     Link,
@@ -16,6 +17,7 @@ from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, Hos
 from memfit.hardware.kernels import ConvolutionFigures, KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
 from memfit.hardware.nccl import nccl_range
+from memfit.hardware.prices import Price, check_price, find_price, list_prices
 from memfit.hardware.rank_memory import ByteRange, RankMemory
 from memfit.hardware.schema import Figure, Reader, Source
 from memfit.hardware.target import Target
@@ -24,6 +26,7 @@ __all__ = [
     "RATE_NAMES",
     "AllocatorRules",
     "ByteRange",
+    "CollectiveRate",
     "ConvolutionFigures",
     "Device",
     "DeviceType",
@@ -36,6 +39,7 @@ __all__ = [
     "Link",
     "MeasuredContext",
     "OffloadLink",
+    "Price",
     "Provenance",
     "RankMemory",
     "Rates",
@@ -44,9 +48,12 @@ __all__ = [
     "Sustained",
     "Target",
     "TileModel",
+    "check_price",
+    "find_price",
     "kernel_figures",
     "list_devices",
     "list_links",
+    "list_prices",
     "load_device",
     "load_link",
     "measure_context",

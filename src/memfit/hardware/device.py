@@ -28,8 +28,20 @@ RATE_NAMES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRate:
+    """What one kind of collective was measured to make of a link."""
+
+    kind: str
+    bandwidth_bytes_per_s: float
+    latency_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for data to leave the device. Bandwidth is per direction, latency is per hop of a ring."""
+    """A way for data to leave the device. Bandwidth is per direction, latency is per hop of a ring.
+
+    Libraries copy and allocate on the way, each collective in its own way: `collectives` has those that were measured.
+    """
 
     name: str
     kind: str
@@ -37,6 +49,14 @@ class Link:
     latency_ms: float
     generation: int | None = None
     lanes: int | None = None
+    collectives: tuple[CollectiveRate, ...] = ()
+
+    def of_collective(self, kind: str) -> Link:
+        """Return the link as a kind of collective finds it."""
+        for rate in self.collectives:
+            if rate.kind == kind:
+                return replace(self, bandwidth_bytes_per_s=rate.bandwidth_bytes_per_s, latency_ms=rate.latency_ms)
+        return self
 
     def transfer_ms(self, n_bytes: int) -> float:
         """Return the time to send `n_bytes` one way in one message."""
@@ -45,11 +65,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadLink:
-    """Where saved tensors are offloaded to: a GPU's host, or a disk for a CPU. Bytes a second each way."""
+    """Where saved tensors are offloaded to: a GPU's host, or a disk for a CPU. Bytes a second each way.
+
+    `compute_s_per_byte` is how much longer ops take beside the copies, for a byte that goes there and back: copies of a
+    CPU need its cores and its memory, those of a GPU have engines of their own.
+    """
 
     name: str
     to_host_bytes_per_s: float
     to_device_bytes_per_s: float
+    compute_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

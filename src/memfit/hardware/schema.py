@@ -6,12 +6,22 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from memfit.errors import InputError
-from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, OffloadLink, Provenance, Rates, Sustained
+from memfit.hardware.device import (
+    AllocatorRules,
+    CollectiveRate,
+    Device,
+    DeviceType,
+    Link,
+    OffloadLink,
+    Provenance,
+    Rates,
+    Sustained,
+)
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.rank_memory import check_margin
 
@@ -82,17 +92,27 @@ class OverheadsTable(FigureTable, frozen=True):
     context_high_bytes: int | Figure | None = None
 
 
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"]
+
+
+class CollectiveTable(FigureTable, frozen=True):
+    bandwidth_bytes_per_s: Number
+    latency_ms: Number
+
+
 class LinkTable(FigureTable, frozen=True):
     kind: str
     bandwidth_bytes_per_s: Number
     latency_ms: Number
     generation: int | None = None
     lanes: int | None = None
+    collectives: dict[CollectiveName, CollectiveTable] = {}
 
 
 class DiskTable(FigureTable, frozen=True):
     write_bytes_per_s: Number
     read_bytes_per_s: Number
+    compute_s_per_byte: Number | None = None
 
 
 class LinksTable(FigureTable, frozen=True):
@@ -402,6 +422,17 @@ def _link(name: str, table: LinkTable, reader: Reader) -> Link:
         lanes=table.lanes,
         bandwidth_bytes_per_s=reader.number(f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s),
         latency_ms=reader.number(f"links.{name}.latency_ms", table.latency_ms),
+        collectives=tuple(
+            CollectiveRate(
+                kind=kind,
+                bandwidth_bytes_per_s=reader.number(
+                    f"links.{name}.{kind}.bandwidth_bytes_per_s", of.bandwidth_bytes_per_s
+                ),
+                latency_ms=reader.number(f"{key}.latency_ms", of.latency_ms),
+            )
+            for kind, of in table.collectives.items()
+            for key in [f"links.{name}.collectives.{kind}"]
+        ),
     )
 
 
@@ -410,6 +441,9 @@ def _disk(table: DiskTable, reader: Reader) -> OffloadLink:
         name="disk",
         to_host_bytes_per_s=reader.number("links.disk.write_bytes_per_s", table.write_bytes_per_s),
         to_device_bytes_per_s=reader.number("links.disk.read_bytes_per_s", table.read_bytes_per_s),
+        compute_s_per_byte=0.0
+        if table.compute_s_per_byte is None
+        else reader.number("links.disk.compute_s_per_byte", table.compute_s_per_byte),
     )
 
 

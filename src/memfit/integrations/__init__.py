@@ -1,4 +1,4 @@
-"""Steps from other projects' own configurations, one file a project. A project is imported when its step is made."""
+"""Plans in other projects' training loops, one file a project. A project is imported when its file is used."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memfit.integrations import torchtitan
+    from memfit.integrations import accelerate, lightning, torchtitan, transformers
 
-__all__ = ["torchtitan"]
+__all__ = ["accelerate", "lightning", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

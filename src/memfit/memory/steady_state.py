@@ -26,7 +26,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Trace, no_garbage_collection
 from memfit.hardware import Device
 from memfit.memory.allocations import ROW, AllocationTable, Flags, Ints
 from memfit.memory.allocator import FREE, AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, MemoryEvent
@@ -92,6 +92,7 @@ def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
         yield MemoryEvent(key, requested_bytes, process.stream_of(key))
 
 
+@no_garbage_collection()  # thousands of lists are made, none of them in a cycle
 def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """Return the peaks of the device's allocator (Note [Steady state]), which keeps free blocks of each stream apart.
 

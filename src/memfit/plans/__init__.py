@@ -1,8 +1,8 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
 from memfit.plans.build import build_plan, build_policy
+from memfit.plans.device_result import DevicePoint, DeviceSearch
 from memfit.plans.document import Plan, load
-from memfit.plans.joint import MOST_CHUNKS, units_with_loss
 from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
 from memfit.plans.mismatch import (
     PlanMismatch,
@@ -22,6 +22,7 @@ from memfit.plans.record import (
     Estimate,
     InputRecord,
     LoopRecord,
+    MicroBatchRecord,
     ModelCallRecord,
     OutputRecord,
     ParameterRecord,
@@ -45,6 +46,8 @@ from memfit.plans.resolve import (
 )
 from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
+from memfit.plans.setting_problems import units_with_loss
+from memfit.plans.settings import MOST_CHUNKS
 from memfit.plans.shard_options import shard_options_of
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
@@ -57,6 +60,8 @@ __all__ = [
     "ChunkedLossRecord",
     "DdpPlan",
     "Decision",
+    "DevicePoint",
+    "DeviceSearch",
     "Engine",
     "Estimate",
     "InputRecord",
@@ -64,6 +69,7 @@ __all__ = [
     "LoopRecord",
     "MeshPoint",
     "MeshSearch",
+    "MicroBatchRecord",
     "Model",
     "ModelCallRecord",
     "OutputRecord",

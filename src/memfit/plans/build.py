@@ -21,6 +21,7 @@ from memfit.plans.record import (
     Decision,
     Engine,
     Estimate,
+    MicroBatchRecord,
     OffloadLinkRecord,
     Prediction,
     RecomputedCollective,
@@ -59,6 +60,7 @@ def build_plan(
     chunked: ChunkedLoss | None = None,
     decisions: Sequence[Decision] | None = None,
     price_ms_per_gib: float | None = None,
+    micro_batch: MicroBatchRecord | None = None,
 ) -> Plan:
     """Build the plan, validated as if it came from a file; policies that discard nothing are left out."""
     chosen = sorted((each for each in checkpoint if not each[1].changes_nothing), key=lambda each: each[0].begin)
@@ -90,6 +92,7 @@ def build_plan(
         offload_link=msgspec.UNSET if link is None else OffloadLinkRecord(**dataclasses.asdict(link)),
         chunked_loss=msgspec.UNSET if chunked is None else ChunkedLossRecord(**dataclasses.asdict(chunked)),
         decisions=msgspec.UNSET if decisions is None else tuple(map(_rounded_decision, decisions)),
+        micro_batch=msgspec.UNSET if micro_batch is None else micro_batch,
         price_ms_per_gib=msgspec.UNSET if price_ms_per_gib is None else round(price_ms_per_gib, _DIGITS),
         optimizer=optimizer,
         notes=tuple(notes),
@@ -236,12 +239,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _rounded_decision(decision: Decision) -> Decision:
-    price = decision.ms_per_gib
-    return msgspec.structs.replace(
-        decision,
-        costs_ms=round(float(decision.costs_ms), _DIGITS),
-        ms_per_gib=price if price is msgspec.UNSET else round(float(price), _DIGITS),
-    )
+    names = ("costs_ms", "ms_per_gib", "without_ms")
+    found = {name: getattr(decision, name) for name in names}
+    rounded = {name: round(float(each), _DIGITS) for name, each in found.items() if each not in (None, msgspec.UNSET)}
+    return msgspec.structs.replace(decision, **rounded)
 
 
 def _rounded_estimate(estimate: _E) -> _E:

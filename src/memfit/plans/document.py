@@ -30,6 +30,7 @@ from memfit.plans.record import (
     Decision,
     Engine,
     Estimate,
+    MicroBatchRecord,
     Ms,
     OffloadLinkRecord,
     Prediction,
@@ -40,6 +41,7 @@ from memfit.plans.record import (
     TraceRecord,
 )
 from memfit.plans.validation import check_content
+from memfit.solve import EXACT
 from memfit.text import counted, json_text, render_text
 from memfit.units import display_bytes
 
@@ -86,6 +88,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What units offload over; plans that offload nothing have none."""
     chunked_loss: ChunkedLossRecord | msgspec.UnsetType = msgspec.UNSET
     """How the loss is computed in chunks; plans that leave it whole have none."""
+    micro_batch: MicroBatchRecord | msgspec.UnsetType = msgspec.UNSET
+    """How the training loop divides its batch, which memfit does not do by itself; others leave it whole."""
     decisions: tuple[Decision, ...] | msgspec.UnsetType = msgspec.UNSET
     """What was decided beside checkpointing, where the solver was asked to (`SolveOptions.decide`)."""
     price_ms_per_gib: Ms | msgspec.UnsetType = msgspec.UNSET
@@ -145,7 +149,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def exact(self) -> bool:
         """Whether gradients are the same, bit for bit, as without the plan; else sums are in another order."""
-        return self.chunked_loss is msgspec.UNSET and self.optimizer is None
+        decided = {decision.kind for decision in self.decisions or ()}
+        return self.chunked_loss is msgspec.UNSET and self.optimizer is None and decided <= {"checkpoint", *EXACT}
 
     def apply(
         self,

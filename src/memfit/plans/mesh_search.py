@@ -25,13 +25,12 @@ from memfit.hardware import Target
 from memfit.plans.mesh_result import Fixed, MeshPoint, MeshSearch, batches_in, display_mesh
 from memfit.plans.reservation import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
-from memfit.plans.search_arguments import count_samples
+from memfit.plans.search_arguments import count_amount, count_samples
 from memfit.plans.search_result import SearchInterrupted
 from memfit.progress import Progress
 from memfit.sharding import Sharding, find_bubbles, group_along
 from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
 from memfit.text import counted
-from memfit.torch_private.pytree import tree_leaves
 
 StepOfBatch = Callable[[int], Step]
 WatchMesh = Callable[[MeshPoint], None]
@@ -237,7 +236,7 @@ class _Tries:
             reservation = reservation_under(problem, solved)
         replay = solved.replay
         step_ms = None if replay is None else problem.runtime.total_ms + problem.exposed_ms + solved.recompute_ms
-        amount, self.counts = _amount(step)
+        amount, self.counts = count_amount(step)
         rate = None
         if step_ms and amount is not None:
             rate = amount * step.accumulation_steps * batches_in(shape) * 1e3 / step_ms
@@ -344,19 +343,6 @@ def _same_ranks(given: list[dict[str, int]], ranks: int | None) -> int:
     if len(own) > 1:
         raise InputError(f"the shapes have {' and '.join(map(str, sorted(own)))} ranks; compare shapes of as many")
     return own.pop()
-
-
-def _first_tensor(step: Step) -> torch.Tensor | None:
-    leaves = (leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
-    return next(leaves, None)
-
-
-def _amount(step: Step) -> tuple[int | None, Literal["samples", "tokens"]]:
-    """Return what a batch has of what throughput counts: tokens where it is rows of whole numbers, else samples."""
-    first = _first_tensor(step)
-    if first is not None and first.dim() == 2 and not first.is_floating_point():
-        return first.numel(), "tokens"
-    return (None if first is None else first.shape[0]), "samples"
 
 
 @contextmanager

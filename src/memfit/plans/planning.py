@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
 
-from memfit.capture import find_chunkable
+from memfit.capture import batch_rows
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
+from memfit.plans.decisions import find_decisions, price_ms_per_gib
 from memfit.plans.document import Plan
-from memfit.plans.joint import Answer, EarlyChunks, JointSearch, describe_decision
-from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
-from memfit.plans.reservation import Reservation, Room, note_on_room, reservation_under, with_room
+from memfit.plans.joint import JointSearch
+from memfit.plans.record import (
+    Blocker,
+    DdpPlan,
+    Dtype,
+    Estimate,
+    MicroBatchRecord,
+    Prediction,
+    ShardedUnit,
+    ShardPlan,
+)
+from memfit.plans.reservation import EXPANDABLE, Reservation, Room, note_on_room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
+from memfit.plans.setting_problems import EarlyChunks
+from memfit.plans.settings import LEAST_GAIN_MS, Answer, Setting, StepVariant
 from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.sharding import ShardEngine
 from memfit.solve import (
-    DEFAULT_DECISIONS,
     Choice,
     Curve,
     Incumbent,
@@ -32,6 +43,7 @@ from memfit.solve import (
     check_points,
     choose_nothing,
     find_blocker,
+    relative_gap,
     solve,
 )
 from memfit.text import counted
@@ -95,8 +107,10 @@ def plan_problem(
         else:
             reservation = reservation_under(problem, solved)
     best, joint = Answer(problem=problem, solved=solved), None
-    kinds = _kinds(problem, inputs)
-    if kinds:
+    kinds = set(problem.options.decided) - {"offload", "segments"}
+    if problem.options.loss_chunks is not None:
+        kinds.discard("loss")
+    if kinds or problem.options.loss_chunks not in (None, 1):
         joint = _decide(best, inputs, kinds, early)
         if joint.best is not best and budget is None:
             # What the allocator loses in pieces is another amount: from the whole budget again.
@@ -107,9 +121,38 @@ def plan_problem(
                 joint.best = best
         elif joint.best is not best:
             reservation = reservation_under(joint.best.problem, joint.best.solved)
-        best = joint.best
         notes += joint.left_out
+    if joint is None and problem.options.decide:
+        joint = JointSearch(best, inputs.step, inputs.cost, ())
+    if joint is not None and "segments" in problem.options.decided:
+        reservation = _with_segments(joint, allowed, reservation, is_given=budget is not None)
+    best = best if joint is None else joint.best
     return _document(best, reservation, problem, notes, None if budget is None else allowed, joint), best.problem
+
+
+def _with_segments(
+    joint: JointSearch, allowed: int, before: Reservation | None, *, is_given: bool
+) -> Reservation | None:
+    """Let the allocator's segments grow where that gives a plan room that it does not have, or more budget."""
+    best = joint.best
+    target = best.problem.target
+    if not target.device.allocator.caches or target.device.allocator.expandable_segments:
+        return before
+    short = before is not None and (before.room is not Room.ENOUGH or best.solved.budget_bytes < allowed)
+    if before is None or not short:
+        return before
+    device = target.device.with_expandable_segments()
+    grown = replace(best, problem=best.problem.with_target(replace(target, device=device)))
+    if is_given:
+        found, roomy = grown, reservation_under(grown.problem, grown.solved)
+    else:
+        found, roomy = _with_room(grown, allowed)
+    if roomy is None or roomy.room.value > before.room.value:
+        return before
+    if roomy.room is before.room and not found.better_than(best):
+        return before
+    joint.best, joint.segments_saved_bytes = found, before.reserved_bytes - roomy.reserved_bytes
+    return roomy
 
 
 def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None]:
@@ -118,25 +161,13 @@ def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None
     return replace(answer, solved=solved), reservation
 
 
-def _kinds(problem: Problem, inputs: Inputs) -> tuple[str, ...]:
-    """Return the kinds of decisions that change the step, its sharding or its optimizer."""
-    options = problem.options
-    kinds = [kind for kind in options.decide or () if kind not in ("offload", "optimizer")]
-    if options.decide is None and inputs.step is not None:
-        chunkable = find_chunkable(problem.trace) if "loss" in DEFAULT_DECISIONS else None
-        kinds += ["loss"] if chunkable is not None and chunkable.inside else []  # others need `plan.loss`
-    kinds += ["optimizer"] if options.optimizer else []
-    if options.loss_chunks is not None:
-        kinds = [kind for kind in kinds if kind != "loss"] + (["loss"] if options.loss_chunks > 1 else [])
-    return tuple(kinds)
-
-
-def _decide(first: Answer, inputs: Inputs, kinds: Sequence[str], early: EarlyChunks | None) -> JointSearch:
+def _decide(first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChunks | None) -> JointSearch:
     """Look for a better setting of the step than the given one."""
     options = first.problem.options
-    if inputs.step is None:
-        named = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
-        raise InputError(f"SolveOptions({named}) captures the step in other ways; give the step, not its trace")
+    named = options.optimizer or {"loss", "optimizer", "micro_batch"} & {*(options.decide or ())}
+    if inputs.step is None and (named or options.loss_chunks not in (None, 1)):
+        what = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
+        raise InputError(f"SolveOptions({what}) captures the step in other ways; give the step, not its trace")
     joint = JointSearch(first, inputs.step, inputs.cost, kinds, loss_chunks=options.loss_chunks, early=early)
     with Progress("trying other settings of the step", show=inputs.progress):
         joint.run()
@@ -178,8 +209,14 @@ def _document(
     asked_bytes: int | None,
     joint: JointSearch | None,
 ) -> Plan:
-    """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step."""
+    """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step.
+
+    Where the plan divides the batch, the step is another, and the baseline is that one's.
+    """
     problem, solved = answer.problem, answer.solved
+    if joint is not None and answer.setting.variant.parts > 1:
+        divided = joint.problems.of(Setting(variant=StepVariant(parts=answer.setting.variant.parts)))
+        given = problem if divided is None else divided
     captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
     given_ms = given.runtime.total_ms + given.exposed_ms
@@ -202,19 +239,25 @@ def _document(
             "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
     decisions, price = None, None
-    if joint is not None and (problem.options.decide or answer.setting.chunked is not None):
-        decisions, price = (joint.decisions(), joint.price_ms_per_gib()) if fits else ([], None)
-        notes += [describe_decision(each) for each in decisions]
-        notes += [] if not price else [f"a GiB less of budget would cost about {display_ms(price)} a step"]
-    if answer.setting.chunked is not None:
-        notes.append("the loss is summed in chunks: losses and gradients are equal up to the order of sums")
+    if joint is not None and (problem.options.decide or answer.setting.variant.chunked is not None):
+        decisions, price = (find_decisions(joint), price_ms_per_gib(joint)) if fits else ([], None)
+        notes += _what_to_write(answer, given)
+    bound_ms = base_ms + solved.bound_ms
+    gap, status = solved.gap, solved.status
+    if joint is not None and joint.bound_ms < bound_ms - LEAST_GAIN_MS and fits:
+        bound_ms, status = joint.bound_ms, Status.FEASIBLE
+        gap = relative_gap(solved.recompute_ms, max(0.0, joint.bound_ms - base_ms))
+        notes.append(
+            "the time limit ended the search over settings of the step: those that were not tried take at least "
+            f"{display_ms(bound_ms)}"
+        )
     return build_plan(
         captured,
         target=target,
         budget_bytes=solved.budget_bytes,
-        status="infeasible" if not fits else "optimal" if solved.status is Status.OPTIMAL else "feasible",
-        gap=solved.gap if fits else None,
-        bound_ms=base_ms + solved.bound_ms if fits else None,
+        status="infeasible" if not fits else "optimal" if status is Status.OPTIMAL else "feasible",
+        gap=gap if fits else None,
+        bound_ms=bound_ms if fits else None,
         minimum_budget_bytes=solved.minimum_budget_bytes,
         checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen] if fits else (),
         baseline=baseline,
@@ -223,12 +266,53 @@ def _document(
         shard=_shard_plan(problem, solved) if fits else None,
         ddp=_ddp_plan(problem),
         engine=problem.options.shard.engine if problem.sharding is not None else None,
-        optimizer=answer.setting.implementation,
+        optimizer=answer.setting.variant.implementation,
         notes=notes,
-        chunked=answer.setting.chunked,
+        chunked=answer.setting.variant.chunked,
         decisions=decisions,
         price_ms_per_gib=price,
+        micro_batch=_micro_batch(answer, joint),
     )
+
+
+def _micro_batch(answer: Answer, joint: JointSearch | None) -> MicroBatchRecord | None:
+    parts = answer.setting.variant.parts
+    if parts == 1 or joint is None or joint.step is None:
+        return None
+    rows = batch_rows(joint.step.batch)
+    assert rows is not None
+    return MicroBatchRecord(rows=rows // parts, accumulation_steps=parts * joint.step.accumulation_steps)
+
+
+def _what_to_write(answer: Answer, given: Problem) -> list[str]:
+    """Return what the user is to do for a plan that its engine does not do, and what changes numbers."""
+    variant, shard = answer.setting.variant, answer.problem.options.shard
+    found = []
+    if variant.chunked is not None:
+        found.append("the loss is summed in chunks: losses and gradients are equal up to the order of sums")
+    if variant.parts > 1:
+        found.append(
+            f"each batch is to run as {variant.parts} micro-batches, which memfit does not do by itself: "
+            f"(loss / {variant.parts}).backward() on each, then optimizer.step(). That is equal up to the order of "
+            "sums where the loss is a mean over rows that all count the same"
+        )
+    offloads = any(policy.offload for _, policy in answer.solved.chosen)
+    if offloads and answer.problem.target.device.type == "cuda":
+        moved = sum(policy.offloaded_bytes for _, policy in answer.solved.chosen)
+        found.append(f"every rank needs {display_bytes(moved)} of pinned host memory for what its units offload")
+    if shard.cpu_offload and not given.options.shard.cpu_offload:
+        found.append(
+            "shards, their gradients and the optimizer's state are in pinned host memory, where the optimizer steps: "
+            'init_process_group("cpu:gloo,cuda:nccl"), and clip norms on the host'
+        )
+    if shard.replicas != given.options.shard.replicas or shard.units != given.options.shard.units:
+        found.append("gradients are summed over ranks in other groups: equal up to the order of sums")
+    allocator, before = answer.problem.target.device.allocator, given.target.device.allocator
+    if allocator.expandable_segments and not before.expandable_segments:
+        found.append(
+            f"set {EXPANDABLE} in the environment before the process starts, which memfit does not do by itself"
+        )
+    return found
 
 
 def note_on_offload(problem: Problem, solved: Solved) -> list[str]:
@@ -311,6 +395,7 @@ def _shard_plan(problem: Problem, solved: Solved) -> ShardPlan | None:
         param_dtype=cast(Dtype | None, sharding.param_dtype),
         reduce_dtype=cast(Dtype | None, sharding.reduce_dtype),
         peak_by_engine=peaks,
+        cpu_offload=True if options.cpu_offload else msgspec.UNSET,
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from memfit.capture import Category, ChunkedLoss
+from memfit.solve import Decided
 from memfit.tradeoff import LOSS
 from memfit.units import display_bytes
 
@@ -84,11 +85,15 @@ class Checkpoint(_Part, frozen=True):
 
 
 class OffloadLinkRecord(_Part, frozen=True):
-    """The link over which a plan assumes that units offload, and its bytes a second each way."""
+    """The link over which a plan assumes that units offload, and its bytes a second each way.
+
+    `compute_s_per_byte` is how much longer ops are taken to be beside copies, for a byte that goes there and back.
+    """
 
     name: str
     to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
     to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
+    compute_s_per_byte: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ChunkedLossRecord(_Part, frozen=True):
@@ -114,14 +119,23 @@ class Decision(_Part, frozen=True):
 
     Units that are checkpointed or offload save what they drop or move; for other kinds it is the difference to the same
     step without this decision, nothing checkpointed: either may be negative. `ms_per_gib` is its price, where it has
-    one.
+    one. `without_ms` is the step time of the best plan without this decision and with all others, None where none
+    fits.
     """
 
-    kind: Literal["checkpoint", "offload", "loss", "optimizer", "reshard", "prefetch"]
+    kind: Literal["checkpoint"] | Decided
     setting: str
     saves_bytes: int
     costs_ms: float
     ms_per_gib: Ms | msgspec.UnsetType = msgspec.UNSET
+    without_ms: Ms | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class MicroBatchRecord(_Part, frozen=True):
+    """A batch that the training loop divides: `rows` of it at a time, `accumulation_steps` times in a step."""
+
+    rows: Annotated[int, Meta(ge=1)]
+    accumulation_steps: Annotated[int, Meta(ge=2)]
 
 
 class RecomputedCollective(_Row, frozen=True):
@@ -218,6 +232,8 @@ class ShardPlan(_Part, frozen=True):
     reduce_dtype: Dtype | None = None
     replicas: Annotated[int, Meta(ge=1)] = 1
     peak_by_engine: dict[Literal["fsdp2", "sharded"], Bytes] = {}
+    cpu_offload: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether shards, their gradients and the optimizer's state are in the host's memory."""
 
 
 class DdpPlan(_Part, frozen=True):

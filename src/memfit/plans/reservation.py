@@ -10,6 +10,7 @@ from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
 _LOWERINGS = 6
+_QUICK_LOWERINGS = 3
 _HALVINGS = 3
 _STEP = 100
 """A budget is lowered by at least one part of this many."""
@@ -37,13 +38,19 @@ def reservation_under(problem: Problem, solved: Solved, *, expandable: bool = Fa
 
 
 def with_room(
-    problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
+    problem: Problem,
+    solved: Solved,
+    watch: Callable[[Incumbent], None] | None = None,
+    *,
+    expandable: bool = False,
+    thorough: bool = True,
 ) -> tuple[Solved, Reservation | None]:
     """Return a plan, for this budget or a lower one, that the allocator has room for, and its reservation.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried. Between a budget that
     has room and one that has none, some more are tried: a plan with more budget is faster.
-    Where none will do it is the plan with the most room, and of those alike the one with the most budget.
+    Where none will do it is the plan with the most room, and of those alike the one with the most budget. Not
+    `thorough`, few budgets are tried, the first that has room is enough, and without one it is the plan that was given.
     """
     usable = problem.target.usable_bytes
     tried: list[_Tried] = []
@@ -58,7 +65,7 @@ def with_room(
     if solved.replay is None:
         return solved, None
     if not able(solved):
-        for _ in range(_LOWERINGS):
+        for _ in range(_LOWERINGS if thorough else _QUICK_LOWERINGS):
             lowest = tried[-1]
             budget_bytes = lowest.least_budget(usable) - max(lowest.wanted_bytes - usable, usable // _STEP)
             if budget_bytes <= 0:
@@ -66,12 +73,16 @@ def with_room(
             found = solve(problem, budget_bytes, start=lowest.solved.choice, watch=watch)
             if found.replay is None or able(found):
                 break
-        _between(problem, usable, tried, able)
+        if thorough:
+            _between(problem, usable, tried, able)
     fitting = [each for each in tried if each.enough is not None]
     if fitting:
         most = max(fitting, key=lambda each: each.solved.budget_bytes)
         return most.solved, most.enough
-    judged = [(judge_room(problem.target, each.replay, expandable=expandable), each.solved) for each in tried]
+    judged = [
+        (judge_room(problem.target, each.replay, expandable=expandable), each.solved)
+        for each in (tried if thorough else tried[:1])
+    ]
     best, found = min(judged, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
     return found, best
 

@@ -205,6 +205,7 @@ def resolve_step(
     """Build the step of a model and what belongs to it, or of a function that runs one by itself."""
     if isinstance(model, Step):
         return model
+    _refuse_trainer(model)
     if callable(model) and not isinstance(model, nn.Module):
         needed = _needed(model)
         name = getattr(model, "__qualname__", type(model).__name__)
@@ -220,6 +221,24 @@ def resolve_step(
             check_nothing_beside("the function that runs the step", None, loss, optimizer, autocast)
             return found
     return Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+
+
+def _refuse_trainer(model: object) -> None:
+    """Say how the step of another library's trainer is planned."""
+    for kind in type(model).__mro__:
+        library = kind.__module__.partition(".")[0]
+        if kind.__name__ == "Trainer" and library == "transformers":
+            raise InputError(
+                "this is a transformers Trainer; plan its step, memfit.plan(memfit.integrations.transformers.step("
+                "trainer), target=..., budget=...), or let it plan by itself: trainer.add_callback(memfit.integrations."
+                "transformers.MemfitCallback(budget=...))"
+            )
+        if kind.__name__ == "Trainer" and library in ("lightning", "pytorch_lightning"):
+            raise InputError(
+                "this is a Lightning Trainer; plan the step of its module, memfit.plan(memfit.integrations.lightning."
+                "step(module, batch, trainer=trainer), target=..., budget=...), or let it plan by itself: "
+                "Trainer(callbacks=[memfit.integrations.lightning.MemfitCallback(budget=...)])"
+            )
 
 
 def check_nothing_beside(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ _LARGEST = {"batch": 1 << 16, "seq": 1 << 20, "ranks": 64}
 def check_aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Target:
     """Return the target of a search, or refuse what is searched and over what."""
     if over not in get_args(Over):
-        raise InputError(f"over is {over!r}; write 'batch', 'seq', 'ranks' or 'mesh'")
+        raise InputError(f"over is {over!r}; write 'batch', 'seq', 'ranks', 'mesh' or 'device'")
     if not callable(make_step) and not isinstance(make_step, Step | Trace):
         raise InputError(
             f"make_step is a {type(make_step).__name__}; give a function of a value that returns a memfit.Step, such "
@@ -76,7 +76,18 @@ def _check_count(what: str, value: Any) -> None:
 
 def count_samples(step: Step) -> int | None:
     """Return how many samples a batch has: the first size of its first tensor."""
-    for leaf in tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return None
+    first = _first_tensor(step)
+    return None if first is None else first.shape[0]
+
+
+def count_amount(step: Step) -> tuple[int | None, Literal["samples", "tokens"]]:
+    """Return what a batch has of what throughput counts: tokens where it is rows of whole numbers, else samples."""
+    first = _first_tensor(step)
+    if first is not None and first.dim() == 2 and not first.is_floating_point():
+        return first.numel(), "tokens"
+    return (None if first is None else first.shape[0]), "samples"
+
+
+def _first_tensor(step: Step) -> torch.Tensor | None:
+    leaves = (leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return next(leaves, None)

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from memfit.text import PrintedDocument
 
 if TYPE_CHECKING:
+    from memfit.plans.device_result import DeviceSearch
     from memfit.plans.mesh_result import MeshSearch
 
 Over = Literal["batch", "seq", "ranks"]
@@ -22,23 +23,25 @@ class SearchPoint:
     """The fastest plan for one value. What a plan has is None where no plan fits; `unknown` ran out of time.
 
     `throughput_per_s` counts samples or tokens of all ranks together. `baseline_peak_bytes` is the peak without a plan,
-    `minimum_budget_bytes` the smallest budget that works, None when it was not found in time. `budget_bytes` is lower
-    than that of the search where the caching allocator needs the room; a plan is `with_care` when it would hold more
+    `minimum_budget_bytes` the smallest budget that works, None when it was not found in time, or among many given
+    values where a plan fits. `allowed_bytes` is what a rank may use, less on several where NCCL takes its part;
+    `budget_bytes` is lower where the caching allocator needs the room; a plan is `with_care` when it would hold more
     than the device has all the same.
     """
 
     value: int
     status: PointStatus
+    allowed_bytes: int
     budget_bytes: int
-    gap: float | None
-    peak_bytes: int | None
-    peak_reserved_bytes: int | None
-    with_care: bool
-    step_ms: float | None
-    recompute_ms: float | None
-    throughput_per_s: float | None
+    gap: float | None = None
+    peak_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    with_care: bool = False
+    step_ms: float | None = None
+    recompute_ms: float | None = None
+    throughput_per_s: float | None = None
     baseline_peak_bytes: int
-    minimum_budget_bytes: int | None
+    minimum_budget_bytes: int | None = None
     ranks: int
 
     @property
@@ -52,7 +55,8 @@ class Search(PrintedDocument):
     """Points by growing value. `grid` is how far apart values are, 0 when the values were given.
 
     `counts` is what throughput counts: samples or tokens. `refused` is the smallest value that no step could be made
-    of. `complete` is False when the search was interrupted: there may be better values. `notes` say what ended it.
+    of. `complete` is False when the search was interrupted: there may be better values. `captured` is how many values
+    were captured; the traces of the others follow from theirs. `notes` say what ended it.
     """
 
     over: Over
@@ -63,6 +67,7 @@ class Search(PrintedDocument):
     grid: int
     complete: bool = True
     refused: int | None = None
+    captured: int = 0
     points: tuple[SearchPoint, ...]
     notes: tuple[str, ...] = ()
 
@@ -142,6 +147,6 @@ class Search(PrintedDocument):
 class SearchInterrupted(KeyboardInterrupt):
     """A search that Ctrl-C ended; `found` is what it had found by then."""
 
-    def __init__(self, found: Search | MeshSearch) -> None:
+    def __init__(self, found: Search | MeshSearch | DeviceSearch) -> None:
         super().__init__(f"the search over {found.over} was interrupted; the values that were tried are in `found`")
         self.found = found

@@ -10,26 +10,33 @@ Throughput need not rise and fall once, so among many the best is the best of th
 with care (the caching allocator would hold more than the device has), the gap to the largest that needs none is halved,
 to one part of `_NEAR_CARE`.
 
+Values between captures need none where traces scale (`search_captures.py`), and the best and the largest are captured
+before they are returned. Many values that are given are compared in the same way: the ends are captured, and a value
+that needs no plan gets none.
+
 Note [Proofs last]: most of the time of a solve goes into the proof that no plan is faster by a thousandth. While values
 are compared, a plan that is proven to add at most `_LOOSE_GAP` more than the least is enough. The best of them is then
-solved to the end, and so is every other that might be faster yet. Values that are given are all solved to the end.
+solved to the end, and so is every other that might be faster yet. Few values that are given are all solved to the end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
-from memfit.capture import Step, Trace, trace
+from memfit.capture import Step, Trace, no_garbage_collection, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
+from memfit.memory import Timeline, find_room
+from memfit.plans.device_result import DeviceSearch
+from memfit.plans.device_search import WatchDevice, search_devices
 from memfit.plans.mesh_result import MeshSearch
 from memfit.plans.mesh_search import WatchMesh, search_meshes
-from memfit.plans.reservation import Room, reservation_under, with_room
+from memfit.plans.reservation import Reservation, Room, reservation_under, with_room
 from memfit.plans.resolve import (
     TargetLike,
     find_cast,
@@ -38,6 +45,7 @@ from memfit.plans.resolve import (
     resolve_options,
 )
 from memfit.plans.search_arguments import GRID, check_aim, check_largest, check_values, count_samples
+from memfit.plans.search_captures import SearchCaptures
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
 from memfit.solve import Limits, Problem, SolveOptions, Status, minimum_budget_bytes, solve
@@ -62,6 +70,9 @@ _SLOWER = 0.95
 """A batch size is not tried when the line through its neighbours gives it less than this part of the best rate."""
 _AS_FAST = 0.99
 """Neighbours with at least this part of the best rate leave nothing to look for between."""
+_MANY = 5
+"""From so many given values on, their traces follow from captures of a few."""
+_DEGREE = {"batch": 1, "seq": 2}
 _PROVEN = 4
 """How many values are solved to the end at most, of those that may be the best."""
 _STATUS: dict[Status, PointStatus] = {
@@ -92,6 +103,24 @@ def search(
 
 @overload
 def search(
+    make_step: Step,
+    *,
+    over: Literal["device"],
+    target: None = None,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    values: Iterable[str | Device] | None = None,
+    largest: None = None,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+    watch: WatchDevice | None = None,
+    prices: Mapping[str, float] | None = None,
+) -> DeviceSearch: ...
+
+
+@overload
+def search(
     make_step: MakeStep | Step | Trace,
     *,
     over: Over = "batch",
@@ -112,8 +141,8 @@ def search(
 def search(
     make_step: Any,
     *,
-    over: Over | Literal["mesh"] = "batch",
-    target: TargetLike,
+    over: Over | Literal["mesh", "device"] = "batch",
+    target: TargetLike | None = None,
     ranks: int | None = None,
     budget: str | int | float | None = None,
     values: Iterable[Any] | None = None,
@@ -124,8 +153,9 @@ def search(
     watch: Callable[[Any], None] | None = None,
     dims: Iterable[str] | None = None,
     global_batch: int | None = None,
-) -> Search | MeshSearch:
-    """Find the batch of highest throughput, the longest sequence, what more ranks do, or the best mesh, in a budget.
+    prices: Mapping[str, float] | None = None,
+) -> Search | MeshSearch | DeviceSearch:
+    """Find the batch of highest throughput, the longest sequence, what more ranks do, the best mesh or device.
 
     `make_step(value)` gives the step of a value; over ranks a step alone will do. Without `values`, every batch size or
     every sequence length that 128 divides may be the answer, up to `largest`, and as few as needed are tried; ranks
@@ -136,9 +166,31 @@ def search(
     model is a factory, `build(mesh)`, and every data-parallel rank has its batch; or a function of a batch that gives
     one, and `global_batch` (one sample for each rank unless given) is divided among the data-parallel ranks.
 
+    Over `"device"`, a `Step` is planned on every GPU that is known, or on those of `values`, `ranks` of each, and its
+    cost is by list prices, with source and date, or by `prices`: dollars for an hour of a device, by name.
+
     `watch` hears of every value when it has been tried, and of the best again when its plan is proven. A search that is
     interrupted raises `SearchInterrupted`, a `KeyboardInterrupt` that has what was found so far as `found`.
     """
+    if prices is not None and over != "device":
+        raise InputError("prices are for over='device'; leave them out")
+    if over == "device":
+        for name, value in (("target", target), ("largest", largest), ("dims", dims), ("global_batch", global_batch)):
+            if value is not None:
+                raise InputError(f"{name} is not for over='device', whose values are the devices; leave it out")
+        return search_devices(
+            make_step,
+            ranks=ranks,
+            values=values,
+            prices=prices,
+            budget=budget,
+            cost=cost,
+            options=options,
+            progress=progress,
+            watch=watch,
+        )
+    if target is None:
+        raise InputError("name the hardware to search for, for example target='h100-sxm'")
     if over == "mesh":
         if largest is not None:
             raise InputError("largest is for the other searches; over='mesh' takes ranks")
@@ -177,16 +229,23 @@ def search(
     )
     grid = 0 if given is not None or over == "ranks" else GRID[over]
     try:
-        if given is not None:
-            _in_order(tries, given)
-        elif over == "ranks":
-            _in_order(tries, [1 << power for power in range(end.bit_length())], all_of_them=True)
-        else:
-            _search_grid(tries, grid, end)
+        _try_values(tries, given, grid, end)
+        if not tries.confirm():
+            tries.notes[:] = [f"traces do not scale with {over} here: every value was captured"]
+            _try_values(tries, given, grid, end)
     except KeyboardInterrupt as interrupt:
         tries.notes.append(f"interrupted after {counted(len(tries.points), 'value')}: the search had not ended")
         raise SearchInterrupted(_found(tries, grid, complete=False)) from interrupt
     return _found(tries, grid, complete=True)
+
+
+def _try_values(tries: _Tries, given: list[int] | None, grid: int, end: int) -> None:
+    if given is not None:
+        _in_order(tries, given)
+    elif tries.over == "ranks":
+        _in_order(tries, [1 << power for power in range(end.bit_length())], all_of_them=True)
+    else:
+        _search_grid(tries, grid, end)
 
 
 def _found(tries: _Tries, grid: int, *, complete: bool) -> Search:
@@ -201,6 +260,7 @@ def _found(tries: _Tries, grid: int, *, complete: bool) -> Search:
         grid=grid,
         complete=complete,
         refused=tries.refused,
+        captured=len(tries.captures.captured),
         points=tuple(tries.points[value] for value in sorted(tries.points)),
         notes=tuple(tries.notes),
     )
@@ -222,14 +282,40 @@ class _Tries:
     watch: Watch | None = None
     loose: bool = False
     """Whether plans need not be proven yet (Note [Proofs last])."""
+    quick: bool = False
+    """Whether a value that needs no plan gets none, nor its smallest budget."""
     points: dict[int, SearchPoint] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     refused: int | None = None
     refusal: str = ""
+    captures: SearchCaptures = field(init=False)
     _captured: dict[bool, Trace] = field(default_factory=dict)
     """The last trace of a step, on one rank and on several."""
+    _amounts: dict[int, int | None] = field(default_factory=dict)
+    """The samples or tokens of the steps that were made, by value."""
     _fastest: tuple[int, Problem, int | None] | None = None
     """The value with the highest throughput so far, its problem and the samples or tokens of its step."""
+
+    def __post_init__(self) -> None:
+        self.captures = SearchCaptures(capture=self._capture, degree=_DEGREE.get(self.over, 1))
+        self.captures.off = self.over not in _DEGREE
+
+    def confirm(self) -> bool:
+        """Capture the best and the largest value; where a trace is not what was taken for it, forget the others' too.
+
+        Returns False then: the values have to be tried again.
+        """
+        able = [point for point in self.points.values() if point.fits]
+        best = max(able, key=lambda point: (*_merit(point), -point.value), default=None)
+        largest = max((point.value for point in able), default=None)
+        wanted = [] if best is None or largest is None else list(dict.fromkeys((best.value, largest)))
+        with self._working(f"{self.over} {' and '.join(map(str, wanted))}: capturing what is the answer"):
+            if self.captures.confirm(wanted):
+                return True
+        for value in self.captures.give_up():
+            self.points.pop(value, None)
+        self._fastest = None
+        return False
 
     def at(self, value: int) -> SearchPoint | None:
         """Return the point of a value, None when there is no step for it."""
@@ -238,7 +324,7 @@ class _Tries:
         if self.refused is not None and value >= self.refused:
             return None
         try:
-            with self._working(f"{self.over} {value}: capturing and planning") as say:
+            with self._working(f"{self.over} {value}: capturing and planning") as say, no_garbage_collection():
                 self._try(value, say)
         except InputError as error:
             if not self.points:
@@ -252,7 +338,7 @@ class _Tries:
         with self._working(f"{self.over} {value}: proving that no plan is faster") as say:
             if self._fastest is None or self._fastest[0] != value:
                 self._fastest = (value, *self._problem(value))
-            self.points[value] = self._point(value, *self._fastest[1:], self.options.limits, say)
+            self.points[value] = self._point(value, *self._fastest[1:], self.options.limits, say, final=True)
         return self._hear(value)
 
     def _hear(self, value: int) -> SearchPoint:
@@ -277,45 +363,71 @@ class _Tries:
             self._fastest = value, problem, amount
 
     def _problem(self, value: int) -> tuple[Problem, int | None]:
-        captured, amount = self._capture(value)
-        target = self._target(value)
+        captured = self.captures.at(value)
+        target, amount = self._target(value), self._amount(value)
         return Problem.of(Runtime.of(captured, resolve_cost(self.cost, target)), target, self.options), amount
 
     def _point(
-        self, value: int, problem: Problem, amount: int | None, limits: Limits, say: Callable[[str], None]
+        self,
+        value: int,
+        problem: Problem,
+        amount: int | None,
+        limits: Limits,
+        say: Callable[[str], None],
+        *,
+        final: bool = False,
     ) -> SearchPoint:
-        problem, target = problem.with_limits(limits), problem.target
-        least_bytes = minimum_budget_bytes(problem)  # first: no budget below it is tried in vain
-        budget_bytes = min(self.budget_bytes, target.usable_bytes) if self.lowers else self.budget_bytes
-        solved = solve(problem, budget_bytes)
-        say(f"{self.over} {value}: simulating the caching allocator")
-        if self.lowers:
-            solved, reservation = with_room(problem, solved)
-        else:
-            reservation = reservation_under(problem, solved)
-        base_ms = problem.runtime.total_ms + problem.exposed_ms
-        step_ms = None if solved.replay is None else base_ms + solved.recompute_ms
-        rate = None
-        if step_ms and amount is not None:
-            rate = amount * target.ranks * 1e3 / step_ms
-        return SearchPoint(
+        target, whole = problem.target, problem.replay(())
+        allowed_bytes = min(self.budget_bytes, target.usable_bytes) if self.lowers else self.budget_bytes
+        point = SearchPoint(
             value=value,
-            status=_STATUS.get(solved.status, "unknown"),
-            budget_bytes=solved.budget_bytes,
-            gap=None if solved.replay is None else solved.gap,
-            peak_bytes=None if solved.replay is None else solved.replay.peak_bytes,
-            peak_reserved_bytes=None if reservation is None else reservation.reserved_bytes,
-            with_care=reservation is not None and reservation.room is not Room.ENOUGH,
-            step_ms=step_ms,
-            recompute_ms=None if solved.replay is None else solved.recompute_ms,
-            throughput_per_s=rate,
-            baseline_peak_bytes=problem.baseline_bytes,
-            minimum_budget_bytes=least_bytes,
+            status="infeasible",
+            allowed_bytes=allowed_bytes,
+            budget_bytes=allowed_bytes,
+            baseline_peak_bytes=whole.peak_bytes,
             ranks=target.ranks,
         )
+        base_ms = problem.runtime.total_ms + problem.exposed_ms
+        if self.quick and whole.peak_bytes <= allowed_bytes and not self.options.force:
+            enough, _ = find_room(target, whole)
+            if enough is not None:
+                return _planned(replace(point, status="optimal", gap=0.0), whole, enough, base_ms, 0.0, amount)
+        problem = problem.with_limits(limits)
+        least_bytes = None if self.quick else minimum_budget_bytes(problem)  # first: nothing below it is tried in vain
+        solved = solve(problem, allowed_bytes)
+        say(f"{self.over} {value}: simulating the caching allocator")
+        if self.lowers:
+            # No plan with less budget is faster: one that is not the best with all of it need not be worked out.
+            best_ms = self._step_ms_of_best(amount)
+            thorough = final or not self.quick or base_ms + solved.recompute_ms < best_ms
+            solved, reservation = with_room(problem, solved, thorough=thorough)
+        else:
+            reservation = reservation_under(problem, solved)
+        point = replace(
+            point,
+            status=_STATUS.get(solved.status, "unknown"),
+            budget_bytes=solved.budget_bytes,
+            minimum_budget_bytes=least_bytes if least_bytes is not None else solved.minimum_budget_bytes,
+        )
+        if solved.replay is None or reservation is None:
+            return point
+        point = replace(point, gap=solved.gap)
+        return _planned(point, solved.replay, reservation, base_ms, solved.recompute_ms, amount)
 
-    def _capture(self, value: int) -> tuple[Trace, int | None]:
-        """Return the trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
+    def _step_ms_of_best(self, amount: int | None) -> float:
+        """Return how long a step of this amount would take at the highest throughput so far."""
+        able = [each for each in self.points.values() if each.throughput_per_s and not each.with_care]
+        rates = [(each.throughput_per_s or 0.0) / each.ranks for each in able]
+        return amount * 1e3 / max(rates) if amount is not None and rates else math.inf
+
+    def _amount(self, value: int) -> int | None:
+        """Return the samples or tokens of one rank's step; None when they are not known."""
+        if value in self._amounts:
+            return self._amounts[value]
+        made, amount = next(iter(self._amounts.items()))
+        return None if amount is None else amount * value // made
+
+    def _capture(self, value: int) -> Trace:
         made = self.make_step if isinstance(self.make_step, Step | Trace) else self.make_step(value)
         if not isinstance(made, Step | Trace):
             raise InputError(
@@ -329,11 +441,12 @@ class _Tries:
                 amount = samples * made.accumulation_steps * (value if self.over == "seq" else 1)
         elif self.over == "batch":
             amount = value
+        self._amounts[value] = amount
         if isinstance(made, Trace):
-            return made, amount
+            return made
         target = self._target(value)
         if isinstance(self.make_step, Step) and (known := self._captured.get(target.ranks > 1)) is not None:
-            return known, amount
+            return known
         # cast as `plan` casts it, so that both find the same; on one rank nothing is cast
         options = self.options.shard
         captured = trace(made, target=self.target, cast=find_cast(made, target, options))
@@ -341,7 +454,12 @@ class _Tries:
         if cast is not None:
             captured = trace(made, target=self.target, cast=cast)
         self._captured[target.ranks > 1] = captured
-        return captured, amount
+        return captured
+
+    def prepare(self, values: list[int]) -> None:
+        """Capture what the traces of these values follow from, as far as there are steps."""
+        with self._working(f"{self.over} {values[0]} to {values[-1]}: capturing what is between"), suppress(InputError):
+            self.captures.prepare(values)
 
     def _target(self, value: int) -> Target:
         return Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
@@ -355,13 +473,42 @@ class _Tries:
             yield lambda words: progress.update(f"{words}{so_far}")
 
 
+def _planned(
+    point: SearchPoint,
+    replay: Timeline,
+    reservation: Reservation,
+    base_ms: float,
+    recompute_ms: float,
+    amount: int | None,
+) -> SearchPoint:
+    """Return the point of a plan that fits; `amount` are the samples or tokens of one rank's step."""
+    step_ms = base_ms + recompute_ms
+    return replace(
+        point,
+        peak_bytes=replay.peak_bytes,
+        peak_reserved_bytes=reservation.reserved_bytes,
+        with_care=reservation.room is not Room.ENOUGH,
+        step_ms=step_ms,
+        recompute_ms=recompute_ms,
+        throughput_per_s=amount * point.ranks * 1e3 / step_ms if step_ms and amount is not None else None,
+    )
+
+
 def _in_order(tries: _Tries, values: list[int], *, all_of_them: bool = False) -> None:
+    if len(values) >= _MANY and tries.over != "ranks":
+        tries.loose = tries.quick = True
+        tries.prepare(values)
     for place, value in enumerate(values):
         if not tries.fits(value) and not all_of_them and tries.refused is None:
             left = values[place + 1 :]
             if left:
                 tries.notes.append(f"{_listed(left)} not tried: {tries.over} {value} does not fit")
-            return
+            break
+    if tries.loose:
+        _prove_the_fastest(tries)
+        largest = max((value for value, point in tries.points.items() if point.fits), default=None)
+        if largest is not None and tries.points[largest].with_care:
+            tries.prove(largest)
 
 
 def _search_grid(tries: _Tries, grid: int, end: int) -> None:

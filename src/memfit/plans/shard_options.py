@@ -30,5 +30,6 @@ def shard_options_of(plan: Plan, engine: Engine | None = None) -> ShardOptions:
         reshard_after_forward=alike,
         prefetch=shard.prefetch,
         replicas=shard.replicas,
+        cpu_offload=shard.cpu_offload is True,
         engine=None if engine == "local" else engine,
     )

@@ -166,6 +166,9 @@ def _decision_problems(plan: Plan) -> Iterator[str]:
     chunked = any(decision.kind == "loss" for decision in plan.decisions or ())
     if chunked and not plan.chunked_loss:
         yield "decisions has a chunked loss, and there is no chunked_loss that says how"
+    divided = any(decision.kind == "micro_batch" for decision in plan.decisions or ())
+    if divided != bool(plan.micro_batch):
+        yield "decisions and micro_batch do not agree on whether the batch is divided"
 
 
 def _shard_problems(plan: Plan) -> Iterator[str]:

@@ -8,12 +8,13 @@ they are gone when the guard is. Everything else happens when a step has failed.
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class Guard:
         tolerance: float,
         retries: int,
         copies: bool,
-        accumulates: bool,
+        accumulates: bool | Literal["rerun"],
         cost: Cost | str | None,
         options: SolveOptions | None,
     ) -> None:
@@ -91,7 +92,10 @@ class Guard:
         self._copies = copies
         self._replanner = None if step is None else self._make_replanner(step, cost, options)
         self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
-        self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
+        self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates is True)
+        self._reruns = accumulates == "rerun"
+        self._window: tuple[Before, list[Callable[[], Any]]] | None = None
+        """With `accumulates="rerun"`: the start of the step that is under way, and its calls so far."""
         first = next(iter(model.parameters()), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._meter = make_meter(self._device, self._resident_bytes)
@@ -130,7 +134,8 @@ class Guard:
         if applied is None or applied.plan.checkpoint != self.plan.checkpoint:
             what = "does not run a plan" if applied is None else "runs another plan"
             raise StateError(f"the model {what}; call plan.apply(model, optimizer) before the guard")
-        applied.leave_inputs()
+        if math.isfinite(self._tolerance):
+            applied.leave_inputs()
         self._hooks.append(self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(self._on_optimizer))
@@ -189,6 +194,7 @@ class Guard:
         if not self._in_step or not self._ours(optimizer):
             return
         self._in_step = self._in_optimizer = False
+        self._window = None
         self.steps += 1
         self.peak_bytes = self._meter.peak_bytes()
         growth = self._meter.growth()
@@ -204,6 +210,8 @@ class Guard:
     def _judge(self, there_bytes: int) -> None:
         """Compare the step with the plan. Low growth of a process says nothing, since malloc keeps pages."""
         assert self.plan.predicted is not None
+        if not math.isfinite(self._tolerance):
+            return
         planned, inputs = self.plan.predicted.peak_bytes, find_different(self._seen, self.plan.trace.inputs)
         allowed = self._tolerance * planned
         first = self.steps == 1  # libraries make their buffers, the optimizer its state
@@ -251,12 +259,18 @@ class Guard:
         if self._keeper is None:
             raise StateError("guard.step must know the optimizer to take steps back; give optimizer= to memfit.guard")
         history: list[str] = []
+
+        def call() -> _R:
+            return function(*args, **kwargs)
+
         while True:
-            self._before = before = self._keeper.before()
-            self._in_step = self._in_optimizer = False
+            before, run = self._begin_call(call, again=bool(history))
+            self._before = before
+            finished = False
             try:
-                result = function(*args, **kwargs)
+                result = run()
                 self._keeper.learn(before)
+                finished = True
                 return result
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -264,12 +278,39 @@ class Guard:
                 cause, explanation = error, self._explain(error)
             finally:
                 self._before = None
-                self._in_step = self._in_optimizer = False
+                if not (finished and self._reruns):  # else the optimizer's step, after some call, ends the step
+                    self._in_step = self._in_optimizer = False
             release(cause)
             restored = self._take_back(before, explanation, history)
             if not restored or not self._tighten(explanation, history):
                 raise OutOfMemory(replace(explanation, history=tuple(history)), restored=restored) from cause
             del before, cause
+
+    def _begin_call(self, call: Callable[[], _R], *, again: bool) -> tuple[Before, Callable[[], _R]]:
+        """Return what the call starts from, and the function that runs it.
+
+        With `accumulates="rerun"` that is the start of the whole step, and a call that failed is run again after all
+        the calls of the step before it, whose gradients were taken back with its own.
+        """
+        assert self._keeper is not None
+        if not self._reruns:
+            self._in_step = self._in_optimizer = False
+            return self._keeper.before(), call
+        if again:
+            assert self._window is not None
+            before, calls = self._window
+
+            def rerun() -> _R:
+                for each in calls[:-1]:
+                    each()
+                return call()
+
+            return before, rerun
+        if self._window is None or all(each.grad is None for each in self._model.parameters()):
+            self._in_step = self._in_optimizer = False
+            self._window = self._keeper.before(), []
+        self._window[1].append(call)
+        return self._window[0], call
 
     def replan(self, budget: str | int | float) -> Plan:
         """Solve the step for another budget and make the model run that plan from its next step on."""
@@ -439,21 +480,27 @@ def guard(
     tolerance: float = TOLERANCE,
     retries: int = RETRIES,
     copies: bool = False,
-    accumulates: bool = False,
+    accumulates: bool | Literal["rerun"] = False,
     cost: Cost | str | None = None,
     options: SolveOptions | None = None,
 ) -> Guard:
     """Watch the steps of a model that runs a plan: `with memfit.guard(plan, model): ...`.
 
-    Warns when peaks drift from the plan by more than `tolerance` and explains an out-of-memory error (`OutOfMemory`).
-    With `step`, what the plan was made of (a step, its trace or a function), it explains in full. With `optimizer` as
-    well, `guard.step(function)` takes a step that failed back, plans tighter and runs it again, `retries` times at
-    most. `copies` keeps parameters and optimizer state while the optimizer steps, `accumulates` gradients that outlive
-    a step; `cost` and `options` are those that the plan was made with. On several ranks every rank makes and enters it,
-    and a step that one of them has no memory for is taken back, planned anew and run again on all.
+    Warns when peaks drift from the plan by more than `tolerance` (`math.inf`: never) and explains an out-of-memory
+    error (`OutOfMemory`). With `step`, what the plan was made of (a step, its trace or a function), it explains in
+    full. With `optimizer` as well, `guard.step(function)` takes a step that failed back, plans tighter and runs it
+    again, `retries` times at most. `copies` keeps parameters and optimizer state while the optimizer steps.
+    `accumulates` is for gradients that outlive a call of `guard.step`: True copies them, `"rerun"` takes them back with
+    the call that failed and runs all calls since the optimizer's last step again. `cost` and `options` are those that
+    the plan was made with. On several ranks every rank makes and enters it, and a step that one of them has no memory
+    for is taken back, planned anew and run again on all.
     """
     kind = Guard
     if _runs_on_ranks(plan, model):
+        if accumulates == "rerun":
+            raise InputError(
+                "accumulates='rerun' is for one rank; give accumulates=True, or a whole step to guard.step"
+            )
         from memfit.recovery.rank_guarding import RankGuard  # it needs this file
 
         kind = RankGuard

@@ -138,7 +138,8 @@ class Replanner:
         """
         options = self._options
         if options is not None:
-            options = replace(options, decide=None, loss_chunks=None, optimizer=False)
+            offload = options.offload or bool(plan.offload_link)
+            options = replace(options, decide=(), offload=offload, loss_chunks=None, optimizer=False)
         if plan.chunked_loss:
             found = units_with_loss(self.trace, plan.chunked_loss.setting)
             options = options or SolveOptions()
@@ -147,7 +148,7 @@ class Replanner:
 
     def _without_loss_outside(self, given: SolveOptions | None) -> SolveOptions | None:
         options = given or SolveOptions()
-        if has_planned_loss() or {LOSS} & {*options.force, *options.forbid} or not _loss_is_outside(self.trace):
+        if has_planned_loss() or {LOSS} & {*options.force, *options.forbid} or not loss_is_outside(self.trace):
             return given
         return replace(options, forbid=(*options.forbid, LOSS))
 
@@ -174,7 +175,7 @@ def _divided(plan: Plan, options: SolveOptions | None) -> SolveOptions | None:
     return replace(options or SolveOptions(), shard=shard_options_of(plan))
 
 
-def _loss_is_outside(trace: Trace) -> bool:
+def loss_is_outside(trace: Trace) -> bool:
     """Return whether the loss of any pass is computed outside the model."""
     outermost = [call for call in trace.calls if call.parent == NO_INDEX]
     return any(

@@ -2,24 +2,29 @@
 
 from memfit.report.comparison_display import comparison_report
 from memfit.report.curve_display import curve_report, describe_curve
+from memfit.report.device_search_display import device_search_report, display_usd
 from memfit.report.explain_display import explanation_report, levers_in_short
 from memfit.report.json_document import to_json
 from memfit.report.markdown import to_markdown
 from memfit.report.memory_display import memory_report, print_memory
 from memfit.report.mesh_search_display import mesh_search_report
+from memfit.report.page.search_page import write_search_page
 from memfit.report.page.writing import write_page
 from memfit.report.perfetto import write_perfetto
 from memfit.report.plan_display import plan_report
 from memfit.report.search_display import display_rate, search_report
 from memfit.report.snapshot import write_snapshot
 from memfit.report.time_display import print_time, time_report
+from memfit.report.torch_policy import to_torch_policy, write_torch_policy
 from memfit.report.verify_display import verification_report
 
 __all__ = [
     "comparison_report",
     "curve_report",
     "describe_curve",
+    "device_search_report",
     "display_rate",
+    "display_usd",
     "explanation_report",
     "levers_in_short",
     "memory_report",
@@ -31,8 +36,11 @@ __all__ = [
     "time_report",
     "to_json",
     "to_markdown",
+    "to_torch_policy",
     "verification_report",
     "write_page",
     "write_perfetto",
+    "write_search_page",
     "write_snapshot",
+    "write_torch_policy",
 ]

@@ -40,18 +40,39 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
         "unit": label_units(members),
         "kind": first.kind,
         "units": len(members),
-        "decision": "partly saved" if first.saved_ops else "runs again in full",
+        "decision": _decision(first),
         "drops_bytes": first.discarded_bytes,
         "all_bytes": dropped,
+        "away_bytes": first.offloaded_bytes or 0,
+        "all_away_bytes": sum(entry.offloaded_bytes or 0 for entry in members),
         "share": first.discard_ratio,
-        "keeps_bytes": first.cached_bytes,
-        "keeps": _named(first.saved_ops, forced),
+        "keeps_bytes": first.cached_bytes - (first.offloaded_bytes or 0),
+        "keeps": _named([op for op in first.saved_ops if op not in (first.offload or ())], forced),
         "again": _named(first.recomputed_ops, {}),
         "each_ms": took / len(members),
         "all_ms": took,
         "rate": rate,
-        "why": _per_ms(dropped, took),
+        "why": _why(members, dropped, took),
     }
+
+
+def _decision(entry: Checkpoint) -> str:
+    """Say what happens to what a unit holds for its backward."""
+    if entry.stop < 0:
+        return "offloaded"
+    if entry.offloaded_bytes:
+        return "partly offloaded"
+    return "partly saved" if entry.saved_ops else "runs again in full"
+
+
+def _why(members: Sequence[Checkpoint], dropped: int, took_ms: float) -> str:
+    away = sum(entry.offloaded_bytes or 0 for entry in members)
+    waits_ms = sum(entry.exposed_ms or 0.0 for entry in members)
+    parts = [_per_ms(dropped, took_ms)] if dropped or not away else []
+    if away:
+        costs = f"costs {display_ms(waits_ms)}" if waits_ms else "is hidden by compute"
+        parts.append(f"moving {display_bytes(away)} there and back {costs}")
+    return "; ".join(parts)
 
 
 def label_units(members: Sequence[Checkpoint]) -> str:
@@ -91,6 +112,8 @@ def _kept(report: Report, plan: Plan) -> Iterator[dict[str, Any]]:
             "decision": "kept",
             "drops_bytes": 0,
             "all_bytes": 0,
+            "away_bytes": 0,
+            "all_away_bytes": 0,
             "share": 0.0,
             "keeps_bytes": None,
             "keeps": "all of it",

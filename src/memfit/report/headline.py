@@ -135,13 +135,26 @@ def _does(plan: Plan) -> str:
         groups.setdefault(alike(entry.unit), []).append(entry.unit)
     names = [module_label(folded(units)) for units in groups.values()]
     shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
-    dropped = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
+    recomputing = [entry for entry in plan.checkpoint if entry.stop >= 0]
+    dropped = display_bytes(sum(entry.discarded_bytes for entry in recomputing))
     again_ms = plan.predicted.recompute_ms
     part = again_ms / plan.baseline.step_ms if plan.baseline.step_ms else 0.0
-    return (
-        f"The plan checkpoints {counted(len(plan.checkpoint), 'unit')} ({shown}): they hold {dropped} less for "
-        f"backward and compute it again there, which takes {display_ms(again_ms)} a step ({part:.1%})."
+    checkpoints = (
+        f"The plan checkpoints {counted(len(recomputing), 'unit')}{'' if plan.offload_link else f' ({shown})'}: they "
+        f"hold {dropped} less for backward and compute it again there, which takes {display_ms(again_ms)} a step "
+        f"({part:.1%})."
     )
+    if not plan.offload_link:
+        return checkpoints
+    offloading = [entry for entry in plan.checkpoint if entry.offloaded_bytes]
+    away = display_bytes(sum(entry.offloaded_bytes or 0 for entry in offloading))
+    waits_ms = plan.predicted.exposed_offload_ms or 0.0
+    costs = f"which adds {display_ms(waits_ms)} a step" if waits_ms else "hidden by compute"
+    offloads = (
+        f"{counted(len(offloading), 'unit')} offload {away} from forward to backward over {plan.offload_link.name}, "
+        f"{costs}."
+    )
+    return f"{checkpoints} {offloads}" if recomputing else offloads
 
 
 def _proof(plan: Plan) -> str:

@@ -26,7 +26,7 @@ _POINTS = 400
 """About how many points of a timeline the document has."""
 _DIGITS = 6
 
-_DECISIONS = (None, "kept", "partly saved", "runs again in full")
+_DECISIONS = (None, "kept", "partly saved", "runs again in full", "offloaded")
 _TIMES = ("forward_ms", "backward_ms", "recompute_ms", "optimizer_ms")
 
 

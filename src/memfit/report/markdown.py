@@ -16,6 +16,7 @@ from memfit.capture import Category
 from memfit.plans import Blocker, Estimate, Plan, describe_peak, display_mesh
 from memfit.report.assumed import list_assumptions
 from memfit.report.curve_display import describe_curve
+from memfit.report.decided import DECIDED_COLUMNS, decision_cells, decisions_of, describe_price
 from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
 from memfit.report.mesh_display import dimension_cells, dimensions_of
@@ -44,7 +45,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
         parts.append(f"**Trade-off:** {_prose(describe_curve(report.curve))}.")
     if report.verification is not None:
         parts += _verified(report.verification)
-    parts += [*_decisions(report), *_levers(report, levers), *_assumed(report)]
+    parts += [*_decided(report), *_decisions(report), *_levers(report, levers), *_assumed(report)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -84,6 +85,8 @@ def _rows(plan: Plan, columns: Sequence[Estimate | Blocker]) -> Iterator[list[st
         yield ["recomputing", "", display_ms(plan.predicted.recompute_ms), ""]
         if plan.ranks > 1:
             yield ["waiting for communication", "", display_ms(plan.predicted.exposed_communication_ms), ""]
+        if plan.offload_link:
+            yield ["waiting for offload", "", display_ms(plan.predicted.exposed_offload_ms or 0.0), ""]
     by_category = [each.peak_by_category for each in columns]
     for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
         if any(category in each for each in by_category):
@@ -125,6 +128,16 @@ def _mesh(report: Report) -> Iterator[str]:
         )
 
 
+def _decided(report: Report) -> Iterator[str]:
+    """Yield the kinds of decisions that were taken together, with the price of each."""
+    if report.plan is None or not decisions_of(report.plan):
+        return
+    price = describe_price(report.plan)
+    rows = [[_prose(cell) for cell in decision_cells(each)] for each in decisions_of(report.plan)]
+    said = f"**Decided together**{f'; {price}' if price else ''}:"
+    yield f"{said}\n\n{_table(DECIDED_COLUMNS, rows, left=(0, 1))}"
+
+
 def _decisions(report: Report) -> Iterator[str]:
     """Yield the table of decisions: units that are alike are one row, those with most bytes first."""
     plan = report.plan
@@ -137,15 +150,19 @@ def _decisions(report: Report) -> Iterator[str]:
             _code(row["unit"]),
             str(row["units"]),
             display_bytes(row["drops_bytes"]),
+            *([display_bytes(row["away_bytes"])] if plan.offload_link else []),
             _code(row["keeps"]) if row["keeps"] else "nothing",
             display_ms(row["each_ms"]),
         ]
         for row in found[:_ROWS]
     ]
-    table = _table(["unit", "units", "each drops", "keeps", "recompute"], rows, left=(0, 3))
+    away = ["offloads"] if plan.offload_link else []
+    names = ["unit", "units", "each drops", *away, "keeps", "recompute"]
+    table = _table(names, rows, left=(0, names.index("keeps")))
     if len(found) > _ROWS:
         table += f"\n\nand {len(found) - _ROWS} more"
-    yield _folded(f"Decisions: {counted(len(plan.checkpoint), 'unit')} checkpointed", table)
+    what = "checkpointed or offloaded" if plan.offload_link else "checkpointed"
+    yield _folded(f"Decisions: {counted(len(plan.checkpoint), 'unit')} {what}", table)
 
 
 def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:

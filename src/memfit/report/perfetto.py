@@ -1,7 +1,8 @@
 """A step as a Chrome trace, which ui.perfetto.dev and chrome://tracing open: what runs when, and memory meanwhile.
 
 One process is the step with the plan and one the step without. Each has a track of ops, one of module calls, under
-sharding one for each kind of collective, and counters of memory. Times are those of `memfit.report.streams`.
+sharding one for each kind of collective, where units offload one for each way, where the loss is computed in chunks one
+for these, and counters of memory. Times are those of `memfit.report.streams`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from memfit.files import write_whole
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.report.headline import without_plan_of
-from memfit.report.streams import Clock, Sending, Wait, build_clock
+from memfit.report.lanes import Span, find_chunks
+from memfit.report.streams import Clock, Copy, Sending, Wait, build_clock
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
 _TRACKS = {_MODULES: "modules", _COMPUTE: "compute", _TIMELESS: "ops that take no time"}
 _COLLECTIVES = {Collective.ALL_GATHER: (3, "all-gather"), Collective.REDUCE_SCATTER: (4, "reduce-scatter")}
+_COPIES = {True: (6, "offload to the host"), False: (7, "offload back")}
+_CHUNKS = 8
 _AGAIN = "second run"
 
 
@@ -83,6 +87,10 @@ class _Process:
         yield from self._ops(clock)
         yield from self._modules(clock)
         yield from self._collectives(clock.sendings)
+        yield from self._copies(clock.copies)
+        for chunk in self._chunks(clock):
+            args = {"bytes": chunk.size_bytes}
+            yield self._slice(_CHUNKS, chunk.what, chunk.begin_ns, chunk.end_ns, args, "loss in chunks")
         yield from self._counters(clock)
 
     def _names(self, clock: Clock) -> Iterator[_Event]:
@@ -90,6 +98,8 @@ class _Process:
         yield _Event("M", "process_sort_index", self.pid, args={"sort_index": self.pid})
         kinds = {sending.transfer.kind for sending in clock.sendings}
         tracks = _TRACKS | dict(track for kind, track in _COLLECTIVES.items() if kind in kinds)
+        tracks |= dict(_COPIES.values()) if clock.copies else {}
+        tracks |= {_CHUNKS: "loss in chunks"} if self._chunks(clock) else {}
         for tid, name in sorted(tracks.items()):
             yield _Event("M", "thread_name", self.pid, tid, args={"name": name})
             yield _Event("M", "thread_sort_index", self.pid, tid, args={"sort_index": tid})
@@ -146,6 +156,21 @@ class _Process:
             else:
                 args["note"] = "it runs between these two ops; when, is not known"
                 yield self._instant(tid, name, sending.begin_ns, args, what)
+
+    def _chunks(self, clock: Clock) -> list[Span]:
+        return list(find_chunks(self.report, self.timeline, clock))
+
+    def _copies(self, copies: tuple[Copy, ...]) -> Iterator[_Event]:
+        for copy in copies:
+            tid, what = _COPIES[copy.to_host]
+            unit = module_label(copy.unit)
+            args = {"unit": unit, "bytes": copy.size_bytes}
+            yield self._slice(
+                tid, f"{'to the host' if copy.to_host else 'back'} {unit}", copy.begin_ns, copy.end_ns, args, what
+            )
+            if copy.wait is not None:
+                note = {"note": "waits, and what copies take from the ops beside them"}
+                yield self._slice(_COMPUTE, f"waiting for {what}", *copy.wait, args | note, "wait")
 
     def _modules(self, clock: Clock) -> Iterator[_Event]:
         """Yield phases, the module calls in them and recomputes, each as long as its ops follow one another.

@@ -12,6 +12,7 @@ from rich.text import Text
 from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans import Blocker, Checkpoint, DdpPlan, Engine, Estimate, Plan, ShardPlan, describe_peak
+from memfit.report.decided import DECIDED_COLUMNS, decision_cells, decisions_of, describe_price
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, rank_memory_of, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
@@ -25,6 +26,9 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
     if plan.blocker is not None and next_step:
         parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
+    if decisions_of(plan):
+        parts += [Text(), _title("decided together"), _decided(plan)]
+        parts += [Text(describe_price(plan), style="dim")] if describe_price(plan) else []
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
         parts += [Text(), _title(_counts(plan)), _checkpoint(groups)]
@@ -148,6 +152,14 @@ def _highest(plan: Plan) -> Text:
     return text
 
 
+def _decided(plan: Plan) -> Table:
+    """Show each kind of decision, what it saves, what it costs, and the price of a GiB there."""
+    table = number_table(*DECIDED_COLUMNS, words=DECIDED_COLUMNS[:2])
+    for decision in decisions_of(plan):
+        table.add_row(*decision_cells(decision))
+    return table
+
+
 def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
     """Group units whose paths differ in numbers only and that have the same policy."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
@@ -194,12 +206,13 @@ def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
     """Show what each unit keeps from forward to backward and the ops that make it; equal units share a row."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
-        groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
+        key = (alike(entry.module), entry.kind, _kept_bytes(entry), _kept_ops(entry))
+        groups.setdefault(key, []).append(entry)
     ops = "of, largest first"
     table = number_table("unit", "keeps", ops, words=(ops,))
     for members in groups.values():
         first = members[0]
-        kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")
+        kept = (display_bytes(_kept_bytes(first)), _kept_ops(first)) if _kept_bytes(first) else ("nothing", "")
         table.add_row(Text(units_label(members)), kept[0], Text(kept[1]))
     return table
 
@@ -251,11 +264,17 @@ def _runs(members: Sequence[Checkpoint]) -> str:
     return f"#{ranges(calls)}" if whole else f", {len(members)} of their runs"
 
 
+def _kept_bytes(entry: Checkpoint) -> int:
+    """Return what stays on the device from forward to backward."""
+    return entry.cached_bytes - (entry.offloaded_bytes or 0)
+
+
 def _kept_ops(entry: Checkpoint) -> str:
     """Name the ops whose results are saved, those that take most first; those that take nothing are left out."""
     sizes: dict[str, list[int]] = defaultdict(list)
+    away = {op.offset for op in entry.offload or ()}
     for op in entry.saved_ops:
-        if op.bytes:
+        if op.bytes and op.offset not in away:
             sizes[short(op.name)].append(op.bytes)
     largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
     shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_NAMES]]

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.plans import EXPANDABLE, Over, Search, SearchPoint
-from memfit.text import number_table
+from memfit.report.frontier_plot import Mark, draw_marks
+from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
 
 _WHAT: dict[Over, str] = {"batch": "batch size of a rank", "seq": "sequence length", "ranks": "number of ranks"}
+_DRAWN = 4
+"""So many values that fit are drawn."""
 _LARGEST: dict[Over, str] = {"batch": "largest that fits", "seq": "longest that fits", "ranks": ""}
 
 
 def search_report(search: Search) -> Group:
     """Show everything that fits a screen of 80 columns."""
-    parts: list[RenderableType] = [_headline(search), Text(), _points(search)]
+    parts: list[RenderableType] = [search_headline(search), Text(), _points(search)]
+    picture = _picture(search)
+    parts += [] if picture is None else [Text(), picture]
     parts += [Text(), Text(_legend(search), style="dim")]
     parts += [Text(f"note: {note}", style="dim") for note in search.notes]
     return Group(*parts)
 
 
-def _headline(search: Search) -> Text:
+def search_headline(search: Search) -> Text:
+    """Say the answer and how exact it is."""
     where = search.target if search.ranks is None else f"{search.ranks} x {search.target}"
-    text = Text(f"{_WHAT[search.over]} for {where}, budget {display_bytes(search.budget_bytes)} a rank: ")
+    text = Text(f"{_WHAT[search.over]} for {where}, budget {_budget(search)} a rank: ")
     best, largest, smallest = search.best, search.largest, search.smallest
     if not search.complete:
         text.append("interrupted, up to here ", style="bold yellow")
@@ -51,6 +58,12 @@ def _headline(search: Search) -> Text:
         text.append(f"\n{_LARGEST[search.over]}: {largest.value}{_exactness(search)}")
         text.append(_care(search, largest))
     return text
+
+
+def _budget(search: Search) -> str:
+    """Return the budget; over ranks from the least to the most, since NCCL takes more of a rank among many."""
+    allowed = sorted({point.allowed_bytes for point in search.points}) or [search.budget_bytes]
+    return " to ".join(dict.fromkeys(display_bytes(each) for each in (allowed[0], allowed[-1])))
 
 
 def _answer(point: SearchPoint, words: str) -> tuple[str, str]:
@@ -120,6 +133,32 @@ def _points(search: Search) -> Table:
     return table
 
 
+def _picture(search: Search) -> Text | None:
+    """Draw throughput over the values; None where there are too few to say more than the table does."""
+    rates = {point.value: search.rate(point) for point in search.points if point.throughput_per_s is not None}
+    if len(rates) < _DRAWN:
+        return None
+    marks = []
+    for point in search.points:
+        if point.value not in rates:
+            marks.append(Mark(x=point.value, y=0.0, sign="x", style="red"))
+        elif point.with_care:
+            marks.append(Mark(x=point.value, y=rates[point.value], sign="!", style="yellow"))
+        else:
+            marks.append(Mark(x=point.value, y=rates[point.value], sign="○" if point.recompute_ms else "●"))
+    marks.sort(key=lambda mark: search.best is not None and mark.x == search.best.value)
+    if search.best is not None:
+        marks[-1] = replace(marks[-1], style="bold green")
+    each = " a rank" if search.over == "ranks" else ""
+    return draw_marks(
+        marks,
+        title=f"{search.counts}/s{each} over {search.over}: ● nothing recomputed, ○ recomputing, x no plan",
+        top=display_rate(max(rates.values())),
+        left=str(search.points[0].value),
+        right=str(search.points[-1].value),
+    )
+
+
 def _cells(point: SearchPoint) -> list[str]:
     least = "" if point.minimum_budget_bytes is None else display_bytes(point.minimum_budget_bytes)
     baseline = display_bytes(point.baseline_peak_bytes)
@@ -134,10 +173,12 @@ def _cells(point: SearchPoint) -> list[str]:
 def _legend(search: Search) -> str:
     ranks = " of all ranks together" if search.ranks != 1 else ""
     lines = f"{search.counts}/s: predicted{ranks}; least budget: the smallest that any plan works with"
+    if 0 < search.captured < len(search.points) and search.over != "ranks":
+        lines += f"; {counted(search.captured, 'value')} captured, the traces of the others follow from theirs"
     if any(point.gap for point in search.points):
         most = max(point.gap or 0.0 for point in search.points)
         lines += f"; recomputing may be up to {most:.1%} above the least where a plan is not proven to be the fastest"
-    lowered = [point for point in search.points if point.fits and point.budget_bytes < search.budget_bytes]
+    lowered = [point for point in search.points if point.fits and point.budget_bytes < point.allowed_bytes]
     if lowered:
         least = display_bytes(min(point.budget_bytes for point in lowered))
         lines += f"\nthe budget was lowered, to {least} at the lowest, where the caching allocator needs the room"
@@ -151,4 +192,4 @@ def _legend(search: Search) -> str:
 
 def display_rate(rate: float) -> str:
     """Display a rate with three digits, or all before the point."""
-    return f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"
+    return "0" if rate == 0 else f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"

@@ -3,6 +3,8 @@
 Note [Clock]: ops run one after another. Under sharding collectives run beside them, one after another too, and where
 one is needed the device waits for it (`memfit.sharding.schedule`). A wait is as long with a plan as without,
 so a recompute moves everything after it by as much; a collective that is under way meanwhile keeps its length.
+Copies of what units offload run beside ops too (tradeoff's Note [Offload]). Where one is awaited and not there yet, the
+device waits; what copies take from the ops beside them is counted at the same place.
 What the host takes for a recomputed unit, beyond its ops, stands before the recompute, though a part of it is
 really spent in the first.
 
@@ -16,7 +18,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +63,18 @@ class Sending:
     exact: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """What a unit offloads, on its way to the host or back; `wait` is from when to when the device waits for it."""
+
+    unit: str
+    to_host: bool
+    size_bytes: int
+    begin_ns: int
+    end_ns: int
+    wait: tuple[int, int] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Clock:
     """The times of one step. `begins_ns` and `ends_ns` are those of each instant of its timeline."""
@@ -68,6 +84,7 @@ class Clock:
     host: tuple[HostWork, ...]
     waits: tuple[Wait, ...]
     sendings: tuple[Sending, ...]
+    copies: tuple[Copy, ...] = ()
 
     @property
     def end_ns(self) -> int:
@@ -82,33 +99,105 @@ def build_clock(report: Report, timeline: Timeline) -> Clock:
     first = np.concatenate(([0], at[:-1] + 1))  # of each op the instant at which what comes before it begins
     sharding = report.problem.sharding
     sent = None if sharding is None else _Sent.of(report, sharding)
-    waited_ms, host_ms = np.zeros((2, len(took_ms)))
+    waited_ms, copied_ms, host_ms = np.zeros((3, len(took_ms)))
     if sent is not None:
         waited_ms[first] = sent.waited_ms
+    copies = _offloaded(report) if timeline is report.planned else []
+    for copy in copies:
+        copied_ms[first[copy.awaited]] += copy.waits_ms
     again = {run: int(timeline.recompute_instants(run)[0]) for run in range(len(timeline.units))}
     for run, instant in again.items():
         unit = timeline.units[run]
         host_ms[instant] = report.target.device.efficiency.host.second_run_ms * (unit.end - unit.begin)
-    resumes_ms = np.concatenate(([0.0], np.cumsum(waited_ms + host_ms + took_ms)[:-1]))
+    resumes_ms = np.concatenate(([0.0], np.cumsum(waited_ms + copied_ms + host_ms + took_ms)[:-1]))
     resumes_ns, ready_ns = _whole_ns(resumes_ms), _whole_ns(resumes_ms + waited_ms)
-    begins_ns = _whole_ns(resumes_ms + waited_ms + host_ms)
+    copied_ns = _whole_ns(resumes_ms + waited_ms + copied_ms)
+    begins_ns = _whole_ns(resumes_ms + waited_ms + copied_ms + host_ms)
     waits: tuple[Wait, ...] = ()
     sendings: tuple[Sending, ...] = ()
     if sent is not None:
-        again_ms = np.cumsum(np.where(timeline.run >= 0, took_ms + host_ms, 0.0))[at]
+        again_ms = np.cumsum(np.where(timeline.run >= 0, took_ms + host_ms, 0.0) + copied_ms)[at]
         waits = sent.waits(resumes_ms[first], ready_ns[first])
         sendings = sent.sendings(again_ms, resumes_ns[first], ready_ns[first])
     return Clock(
         begins_ns=begins_ns,
         ends_ns=np.append(resumes_ns[1:], begins_ns[-1]),
         host=tuple(
-            HostWork(unit=timeline.units[run].name, begin_ns=int(ready_ns[instant]), end_ns=int(begins_ns[instant]))
+            HostWork(unit=timeline.units[run].name, begin_ns=int(copied_ns[instant]), end_ns=int(begins_ns[instant]))
             for run, instant in again.items()
-            if begins_ns[instant] > ready_ns[instant]
+            if begins_ns[instant] > copied_ns[instant]
         ),
         waits=waits,
         sendings=sendings,
+        copies=tuple(_timed_copies(copies, ready_ns[first], copied_ns[first])),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offloaded:
+    """A copy: before which op it begins, before which it is awaited, how long it takes, and how long that waits."""
+
+    unit: str
+    to_host: bool
+    size_bytes: int
+    issued: int
+    awaited: int
+    copy_ms: float
+    waits_ms: float
+
+
+def _offloaded(report: Report) -> list[_Offloaded]:
+    """Return the copies of a plan, both ways, in the order in which they begin."""
+    plan, problem = report.plan, report.problem
+    assert plan is not None
+    link, found = plan.offload_link, []
+    units = {unit.name: unit for unit in problem.units}
+    for entry in plan.checkpoint:
+        if not link or not entry.offloaded_bytes:
+            continue
+        window, n_bytes = problem.windows[entry.unit], entry.offloaded_bytes
+        slower_ms = n_bytes * link.compute_s_per_byte * 1e3 / 2
+        away_ms, back_ms = (n_bytes / rate * 1e3 for rate in (link.to_host_bytes_per_s, link.to_device_bytes_per_s))
+        common: dict[str, Any] = {"unit": entry.unit, "size_bytes": n_bytes}
+        found.append(
+            _Offloaded(
+                to_host=True,
+                issued=entry.end,
+                awaited=window.gone_at,
+                copy_ms=away_ms,
+                waits_ms=max(0.0, away_ms - window.forward_ms) + slower_ms,
+                **common,
+            )
+        )
+        found.append(
+            _Offloaded(
+                to_host=False,
+                issued=window.back_at,
+                awaited=units[entry.unit].backward_begin,
+                copy_ms=back_ms,
+                waits_ms=max(0.0, back_ms - window.backward_ms) + slower_ms,
+                **common,
+            )
+        )
+    return sorted(found, key=lambda copy: copy.issued)
+
+
+def _timed_copies(copies: Sequence[_Offloaded], ready_ns: Ns, copied_ns: Ns) -> Iterator[Copy]:
+    """Yield copies with their times; `ready_ns` and `copied_ns` are before and after the waits ahead of each op."""
+    waited: dict[int, int] = {}
+    for copy in copies:
+        begin_ns = int(copied_ns[copy.issued])
+        since_ns = waited.get(copy.awaited, int(ready_ns[copy.awaited]))
+        until_ns = min(since_ns + round(copy.waits_ms * 1e6), int(copied_ns[copy.awaited]))
+        waited[copy.awaited] = until_ns
+        yield Copy(
+            unit=copy.unit,
+            to_host=copy.to_host,
+            size_bytes=copy.size_bytes,
+            begin_ns=begin_ns,
+            end_ns=begin_ns + max(1, round(copy.copy_ms * 1e6)),
+            wait=(since_ns, until_ns) if until_ns > since_ns else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

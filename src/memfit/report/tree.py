@@ -18,7 +18,7 @@ from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.plans import Plan
 
-NONE, KEPT, PARTLY, FULLY = range(4)
+NONE, KEPT, PARTLY, FULLY, OFFLOADED = range(5)
 """What a plan does with a module; NONE is for one that has units inside, and for a step without a plan."""
 FORWARD, BACKWARD, AGAIN, OPTIMIZER, WAITING = range(5)
 """The kinds of time."""
@@ -143,13 +143,14 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
         return
     saved: set[str] = set()
     again: set[str] = set()
+    away: set[str] = set()
     units: set[str] = set()
     lost = kept = False
     for entry in plan.checkpoint:
         units.add(entry.module)
         lost |= entry.is_loss
         kept |= entry.is_loss and bool(entry.saved_ops)
-        for ops, modules in ((entry.saved_ops, saved), (entry.recomputed_ops, again)):
+        for ops, modules in ((entry.saved_ops, saved), (entry.recomputed_ops, again), (entry.offload or (), away)):
             for op in ops:
                 found = trace.ops[entry.begin + op.offset]
                 if not found.view and found.call != NO_INDEX:
@@ -160,6 +161,8 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
         path = module.path
         if path in again:
             yield (path, True), PARTLY if path in saved else FULLY
+        elif path in away:
+            yield (path, True), OFFLOADED
         elif path not in around:
             yield (path, True), KEPT
 

@@ -12,12 +12,12 @@ from memfit.sharded.fully_shard import (
     find_runtime,
     get_runtime,
     no_sync,
-    register_forward_method,
     shard,
     unreduced_gradients,
 )
 from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
 from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
+from memfit.sharded.module_hooks import register_forward_method
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.rank_coordinator import RankError

@@ -372,8 +372,8 @@ def _load_optimizer(
         else:
             flat, number = place
             part = flat.parts[number]
-            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.homes[number].shape)
-            value = flat.homes[number].wrap(reader.read(tensor, part.begin, part.end))
+            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.flat_specs[number].shape)
+            value = flat.flat_specs[number].wrap(reader.read(tensor, part.begin, part.end))
         state.setdefault(path[1], {})[path[2]] = value
     groups = from_json(manifest.optimizer["param_groups"])
     load_named_state(model, runtime, optimizer, {"state": state, "param_groups": groups}, copy=False)

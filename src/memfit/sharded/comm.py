@@ -146,14 +146,14 @@ class ShardComm:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta | None = None,
-        talk: ShardComm | None = None,
+        control: ShardComm | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.members = tuple(dist.get_process_group_ranks(group))
         self.timeout = timeout
-        self._talk = talk
+        self._control = control
         self.notices = _notices.setdefault(group, Notices(group))
         self._device = device
         self._pairs = device.type == "cpu" and dist.get_backend(group) != "mpi"
@@ -234,8 +234,8 @@ class ShardComm:
         """Exchange what every rank has to say on a topic, this rank's own included; `detail` is for errors."""
         if self.ranks == 1:
             return [content]
-        if self._talk is not None:
-            return self._talk.tell(content, topic, detail)
+        if self._control is not None:
+            return self._control.tell(content, topic, detail)
         about = topic + detail
         answers = [each.partition(b"\0") for each in self._told(topic.encode() + b"\0" + content, about)]
         for rank, (theirs, _, _) in enumerate(answers):

@@ -91,10 +91,10 @@ def _sharded(
         if isinstance(value, torch.Tensor) and name != _COUNTER and value.shape == successor.shape:
             # shards may have another dtype than the model had; as in `load_state_dict` of optimizers, state follows it
             dtype = successor.dtype if value.is_floating_point() and value.dtype == before else value.dtype
-            made[name] = successor.home.wrap(successor.home.own(value).to(successor.device, dtype, copy=True))
+            made[name] = successor.flat_spec.wrap(successor.flat_spec.own(value).to(successor.device, dtype, copy=True))
         elif isinstance(value, torch.Tensor) and value.numel() != 1:
             raise InputError(
-                f"{type(optimizer).__name__} keeps {name!r} of {successor.home.slot.names[0]!r}, a tensor of "
+                f"{type(optimizer).__name__} keeps {name!r} of {successor.flat_spec.slot.names[0]!r}, a tensor of "
                 f"{list(value.shape)}, which cannot be sharded with the parameter's {list(successor.shape)}: shard the "
                 "model before the optimizer's first step, or make the optimizer after it"
             )

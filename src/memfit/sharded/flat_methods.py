@@ -2,8 +2,8 @@
 
 An op of a tensor subclass goes to C++, from there to `__torch_dispatch__` and back, some microseconds each time; an
 optimizer without `foreach`, the default on a CPU, does eight for every parameter. Outside of autograd, on numbers and
-on tensors of the same home, nothing of that is needed: these methods of the subclass run the op on the local tensor.
-With anything else they are torch's own, which end in the rules of `flat_dtensor.py`: what is right and what is refused
+on tensors sharded alike, nothing of that is needed: these methods of the subclass run the op on the local tensor.
+With anything else they are torch's own, which end in the rules of `flat_ops.py`: what is right and what is refused
 is decided there alone.
 """
 
@@ -25,7 +25,7 @@ _NUMBERS = frozenset((float, int, bool))
 
 
 def attach_methods(kind: type[Any]) -> None:
-    """Give a class of flat DTensors, with `local` and `home`, its methods."""
+    """Give a class of flat DTensors, with `local` and `flat_spec`, its methods."""
     for name in _IN_PLACE:
         setattr(kind, name, _in_place(kind, name))
     for name in _OUT_OF_PLACE:
@@ -36,7 +36,7 @@ def _in_place(kind: type[Any], name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(torch.Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or not _are_plain(kind, self.home, args, kwargs):
+        if torch.is_grad_enabled() or not _are_plain(kind, self.flat_spec, args, kwargs):
             return own(self, *args, **kwargs)
         own(self.local, *[each.local if type(each) is kind else each for each in args], **kwargs)
         increment_versions((self,))  # autograd may have kept it
@@ -50,20 +50,20 @@ def _out_of_place(kind: type[Any], name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(torch.Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or not _are_plain(kind, self.home, args, kwargs):
+        if torch.is_grad_enabled() or not _are_plain(kind, self.flat_spec, args, kwargs):
             return own(self, *args, **kwargs)
         local = own(self.local, *[each.local if type(each) is kind else each for each in args], **kwargs)
-        return self.home.wrap(local)
+        return self.flat_spec.wrap(local)
 
     method.__name__ = name
     return method
 
 
-def _are_plain(kind: type[Any], home: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether arguments are numbers and tensors of one home; a rule decides about all others."""
+def _are_plain(kind: type[Any], spec: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether arguments are numbers and tensors with this spec; a rule decides about all others."""
     for each in args:
         if type(each) is kind:
-            if each.home is not home:
+            if each.flat_spec is not spec:
                 return False
         elif type(each) not in _NUMBERS:
             return False

@@ -15,9 +15,9 @@ from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer
 from memfit.sharded.custom_comm import gather_by
 from memfit.sharded.earlier_optimizers import give_up
-from memfit.sharded.flat_dtensor import FlatDTensor, Home
-from memfit.sharded.mesh import Streams
+from memfit.sharded.flat_dtensor import FlatDTensor, FlatSpec
 from memfit.sharded.model_parallel import ModelParallelSpec
+from memfit.sharded.streams import Streams
 from memfit.sharding import FlatLayout, Part
 from memfit.torch_private.autograd import set_version_counters, version_of
 from memfit.torch_private.distributed_tensors import local_tensor
@@ -80,8 +80,8 @@ class FlatShard:
         self.parameters = [member.parameter for member in members]
         self.places = [member.places for member in members]
         self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
-        self.homes = [
-            Home.of(slot, self.layout, link, mesh, compute_device, inner)
+        self.flat_specs = [
+            FlatSpec.of(slot, self.layout, link, mesh, compute_device, inner)
             for slot, inner in zip(self.layout.slots, inners, strict=True)
         ]
         self.shard = torch.zeros(
@@ -125,14 +125,14 @@ class FlatShard:
         slots = tuple(replace(slot, names=every) for slot, every in zip(self.layout.slots, names, strict=True))
         self.layout = replace(self.layout, slots=slots)
         self.link, self.inners = link, inners
-        self.homes = [
-            type(home).of(slot, self.layout, link, mesh, self.device, inner)
-            for home, slot, inner in zip(self.homes, slots, inners, strict=True)
+        self.flat_specs = [
+            type(spec).of(slot, self.layout, link, mesh, self.device, inner)
+            for spec, slot, inner in zip(self.flat_specs, slots, inners, strict=True)
         ]
-        for parameter, home in zip(self.parameters, self.homes, strict=True):
+        for parameter, spec in zip(self.parameters, self.flat_specs, strict=True):
             for each in (parameter, parameter.grad):
                 if isinstance(each, FlatDTensor):
-                    each.home = home
+                    each.flat_spec = spec
 
     def use_streams(self, streams: Streams) -> None:
         """Use the side streams of a model around its own."""
@@ -147,15 +147,15 @@ class FlatShard:
         """Put flat DTensors in the place of the model's parameters, whose whole data is given up."""
         for number, parameter in enumerate(self.parameters):
             with torch.no_grad():
-                made = nn.Parameter(self.home_value(number), requires_grad=parameter.requires_grad)
+                made = nn.Parameter(self.sharded_value(number), requires_grad=parameter.requires_grad)
             made.__dict__.update(_attributes(parameter))
             self.parameters[number] = made
             give_up(parameter, made)
         self.to_sharded()
 
-    def home_value(self, number: int) -> FlatDTensor:
+    def sharded_value(self, number: int) -> FlatDTensor:
         """Return a parameter as the DTensor around its part of the shard."""
-        return self.homes[number].wrap(self.local(number, self.shard))
+        return self.flat_specs[number].wrap(self.local(number, self.shard))
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
         """Return the gathered parameters in a dtype; one rank alone computes on its shard."""
@@ -171,7 +171,7 @@ class FlatShard:
             if self.listener is not None and (dtype.is_floating_point or dtype.is_complex):
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
-                    parameter.register_post_accumulate_grad_hook(self._heard(number))
+                    parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
             self._unsharded[dtype] = found
         found.require_gradients([parameter.requires_grad for parameter in self.parameters])
         return found
@@ -271,16 +271,16 @@ class FlatShard:
         parameter.local = local
         return local
 
-    def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
+    def _grad_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         """Return the hook of a gathered parameter; it keeps no model alive, as gc cannot see through autograd."""
         reference = weakref.ref(self)
 
-        def hear(parameter: torch.Tensor) -> None:
+        def collect(parameter: torch.Tensor) -> None:
             flat = reference()
             if flat is not None and flat.listener is not None:
                 flat.listener(number, parameter)
 
-        return hear
+        return collect
 
 
 # -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------

@@ -13,7 +13,7 @@ from memfit.torch_private.dispatch import DisableTorchFunction
 from memfit.torch_private.dtensor import LocalDTensor
 
 if TYPE_CHECKING:
-    from memfit.sharded.flat_dtensor import FlatDTensor, Home
+    from memfit.sharded.flat_dtensor import FlatDTensor, FlatSpec
 
 _SHORT = (torch.float16, torch.bfloat16)
 """Dtypes in which nothing is summed."""
@@ -43,8 +43,8 @@ class WholeNorm(torch.Tensor):
         return self.full_tensor()
 
 
-def is_flat(value: torch.Tensor) -> TypeGuard[FlatDTensor]:
-    """Return whether a tensor is a flat DTensor, the only kind of `LocalDTensor`."""
+def is_flat(value: object) -> TypeGuard[FlatDTensor]:
+    """Return whether a value is a flat DTensor, the only kind of `LocalDTensor`."""
     return isinstance(value, LocalDTensor)
 
 
@@ -53,23 +53,23 @@ def reduce_all(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch
     if name in ("linalg_vector_norm", "norm"):
         order = given.get("ord", given.get("p"))
         return reduce_norms([value], 2.0 if order is None else float(order), given.get("dtype"))[0]
-    home, local = value.home, value.local
+    spec, local = value.flat_spec, value.local
     dtype = given.get("dtype")
     if name == "count_nonzero":
-        return _summed((local != 0).sum(), home, name).to(value.device)
+        return _summed((local != 0).sum(), spec, name).to(value.device)
     if name in ("sum", "mean"):
         exact = dtype or (value.dtype if value.dtype.is_floating_point or value.dtype.is_complex else torch.int64)
         if name == "mean" and not exact.is_floating_point and not exact.is_complex:
             local.mean(dtype=dtype)  # raises torch's own error
         wide = torch.float32 if exact in _SHORT else exact
-        total = _summed(local.sum(dtype=wide), home, name)
-        return (total / math.prod(home.shape) if name == "mean" else total).to(value.device, exact)
+        total = _summed(local.sum(dtype=wide), spec, name)
+        return (total / math.prod(spec.shape) if name == "mean" else total).to(value.device, exact)
     return _extreme(name, value)
 
 
 def _extreme(name: str, value: FlatDTensor) -> torch.Tensor:
     """Return the largest or the smallest element, which any and all are of truth values; NaN where one is."""
-    home, local, kind = value.home, value.local, value.dtype
+    spec, local, kind = value.flat_spec, value.local, value.dtype
     if name in ("any", "all"):
         local, kind = local != 0, torch.uint8 if kind is torch.uint8 else torch.bool
     floats = local.dtype.is_floating_point
@@ -78,8 +78,8 @@ def _extreme(name: str, value: FlatDTensor) -> torch.Tensor:
     if smallest:
         wide = -wide if floats else ~wide  # in the opposite order; integers have one more negative number
     least = -math.inf if floats else torch.iinfo(torch.int64).min
-    found = (wide.max() if wide.numel() else wide.new_full((), least)).detach().to(home.device)
-    found = _largest(found.reshape(1), home.links, f"all-reduce of {name}").reshape(())
+    found = (wide.max() if wide.numel() else wide.new_full((), least)).detach().to(spec.device)
+    found = _largest(found.reshape(1), spec.links, f"all-reduce of {name}").reshape(())
     if smallest:
         found = -found if floats else ~found
     return found.to(value.device, kind)
@@ -99,9 +99,9 @@ def _largest(values: torch.Tensor, links: Sequence[ShardComm], about: str) -> to
     return shared[0].masked_fill(shared[1] > 0, math.nan)
 
 
-def _summed(value: torch.Tensor, home: Home, name: str) -> torch.Tensor:
-    shared = value.detach().to(home.device).reshape(1).clone()
-    for link in home.links:
+def _summed(value: torch.Tensor, spec: FlatSpec, name: str) -> torch.Tensor:
+    shared = value.detach().to(spec.device).reshape(1).clone()
+    for link in spec.links:
         link.all_reduce(shared, f"all-reduce of {name}").wait()
     return shared.reshape(())
 
@@ -114,7 +114,7 @@ def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
         if not is_flat(value):
             found.append(torch.linalg.vector_norm(value, order, dtype=dtype))
             continue
-        by_links.setdefault(value.home.links, []).append(number)
+        by_links.setdefault(value.flat_spec.links, []).append(number)
         local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
         empty = math.inf if order < 0 else 0.0
         norm = (
@@ -122,7 +122,7 @@ def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
             if local.numel()
             else local.new_full((), empty, dtype=kind.to_real())
         )
-        found.append(norm.to(value.home.device))
+        found.append(norm.to(value.flat_spec.device))
     for links, numbers in by_links.items():
         widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
         sent = torch.stack([found[number].to(widest) for number in numbers])

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
 from memfit.errors import InputError
 from memfit.sharded.options import Precision, UnitOptions
@@ -21,6 +23,9 @@ from memfit.sharded.wrap_policy import FoundUnit, Ignored
 AnyPrecision = Precision | MixedPrecisionPolicy
 PrecisionByUnit = Mapping[str | type[nn.Module], AnyPrecision]
 """Precision of units by their path or the class of their module; the empty path is for all that are not named."""
+
+ShardPlacementFn = Callable[[nn.Parameter], Any]
+"""Gives `Shard(dim)` for a parameter, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +153,27 @@ def resolve_ignored(
     """
     own = set(model.parameters())
     return [*ignored, *(each for each in ignored_params or () if not isinstance(each, nn.Parameter) or each in own)]
+
+
+def check_placements(found: Iterable[FoundUnit], choose: ShardPlacementFn | None) -> None:
+    """Refuse answers of `shard_placement_fn` that name no dimension of the parameter, or something else.
+
+    FSDP2 gives ranks rows, or with this function columns, say. Here a rank has a range of flattened elements, whatever
+    was asked for: the step, the optimizer's result, whole values and what `torch.distributed.checkpoint` saves are the
+    same for any of them (docs/design/sharded.md).
+    """
+    if choose is None:
+        return
+    for member in (member for unit in found for member in unit.members):
+        answer, name = choose(member.parameter), member.names[0]
+        if answer is None:
+            continue
+        if type(answer) is not Shard:
+            raise InputError(
+                f"shard_placement_fn gives {answer!r} for {name!r}; give Shard(dim) or None. A parameter that is to "
+                "be on another mesh than that of this call must be a DTensor there before, as expert parallel makes it"
+            )
+        if not -member.parameter.dim() <= answer.dim < member.parameter.dim():
+            raise InputError(
+                f"shard_placement_fn gives {answer!r} for {name!r}, which has {member.parameter.dim()} dimensions"
+            )

@@ -57,7 +57,7 @@ def full_parameters(
     summoned: list[_Summoned] = []
     try:
         for unit in chosen:
-            unit.go(State.SUMMONED)
+            unit.enter(State.SUMMONED)
             for flat in unit.flats:
                 about = f"gather of {unit.title} for full_parameters"
                 each = _summon(flat, about, with_grads=with_grads, joins=rank_0_only)
@@ -75,14 +75,14 @@ def full_parameters(
         for unit in chosen:
             if unit.state is State.SUMMONED:
                 unit.to_sharded()
-                unit.go(State.IDLE)
+                unit.enter(State.IDLE)
 
 
 def gather_values(flat: FlatShard, about: str) -> list[torch.Tensor]:
     """Gather the parameters of a flat shard: views of one buffer, or what a tensor subclass is."""
     flat.realign()
     if isinstance(flat, SubclassShard):
-        return [flat.home_value(0).full_tensor()]
+        return [flat.sharded_value(0).full_tensor()]
     buffer = gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
     return [buffer[slot.begin : slot.end].view(slot.shape) for slot in flat.layout.slots]
 
@@ -147,8 +147,8 @@ def _summon(flat: FlatShard, about: str, *, with_grads: bool, joins: bool) -> _S
     for number, parameter in enumerate(flat.parameters if with_grads else ()):
         gradient = parameter.grad
         if gradient is not None:
-            home = flat.homes[number]
-            gradients[number] = home.gather_block(gradient) if isinstance(gradient, FlatDTensor) else gradient.clone()
+            spec = flat.flat_specs[number]
+            gradients[number] = spec.gather_block(gradient) if isinstance(gradient, FlatDTensor) else gradient.clone()
     if not joins:
         return _Summoned(flat, values, gradients, flat.inners)
     for number, inner in enumerate(flat.inners):
@@ -204,7 +204,7 @@ class _Summoned:
         """Copy into the values what was put in the place of their parameters, or of their data."""
         flat = self._flat
         for number, (slot, parameter) in enumerate(zip(flat.layout.slots, self._shown, strict=True)):
-            target, home = self._values[number], flat.homes[number]
+            target, spec = self._values[number], flat.flat_specs[number]
             held = {
                 id(each): each
                 for place in flat.places[number]
@@ -219,21 +219,21 @@ class _Summoned:
                     "parameter of the same shape there"
                 )
             (found,) = held.values()
-            if found.shape != home.shape or found.dtype != flat.dtype:
+            if found.shape != spec.shape or found.dtype != flat.dtype:
                 raise StateError(
-                    f"parameter {slot.names[0]!r} was {flat.dtype} of shape {home.shape}, and what was put in its "
+                    f"parameter {slot.names[0]!r} was {flat.dtype} of shape {spec.shape}, and what was put in its "
                     f"place is {found.dtype} of shape {tuple(found.shape)}; nothing was written: change dtype and "
                     "shape before shard"
                 )
-            if found.grad is not None and found.grad.shape != home.shape:
+            if found.grad is not None and found.grad.shape != spec.shape:
                 raise StateError(
                     f"the gradient of {slot.names[0]!r} has shape {tuple(found.grad.shape)}; nothing was written"
                 )
             with torch.no_grad():
                 block, gradient = found.detach(), found.grad
-                if home.inner is not None:
-                    block = home.inner.block_of(block)
-                    gradient = None if gradient is None else home.inner.block_of(gradient)
+                if spec.inner is not None:
+                    block = spec.inner.block_of(block)
+                    gradient = None if gradient is None else spec.inner.block_of(gradient)
                 self._gradients[number] = gradient
                 if isinstance(flat, SubclassShard):
                     self._values[number] = block
@@ -245,12 +245,12 @@ class _Summoned:
         flat = self._flat
         with torch.no_grad():
             for number, (value, gradient) in enumerate(zip(self._values, self._gradients, strict=True)):
-                home, parameter = flat.homes[number], flat.parameters[number]
-                flat.own(number).copy_(home.own_of_block(value))
+                spec, parameter = flat.flat_specs[number], flat.parameters[number]
+                flat.own(number).copy_(spec.own_of_block(value))
                 if with_grads and gradient is None:
                     parameter.grad = None
                 elif with_grads and gradient is not None:
-                    own = home.own_of_block(gradient).to(parameter.device, copy=True)
+                    own = spec.own_of_block(gradient).to(parameter.device, copy=True)
                     if own.dtype != parameter.dtype:
                         parameter.grad_dtype = own.dtype
-                    parameter.grad = home.wrap(own)
+                    parameter.grad = spec.wrap(own)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
-from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import InputError, StateError
 from memfit.sharded.comm import RankMismatch, ShardComm, check_agreement
@@ -26,6 +22,8 @@ from memfit.sharded.fsdp2_options import (
     AnyPrecision,
     Offload,
     PrecisionByUnit,
+    ShardPlacementFn,
+    check_placements,
     resolve_ignored,
     resolve_offload,
     resolve_precision,
@@ -44,22 +42,20 @@ from memfit.sharded.inner_models import (
     take_in,
 )
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
-from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.mesh import device_of, make_comms, make_reshard_comm, resolve_mesh
 from memfit.sharded.model_parallel import ModelParallelMeshes, check_distributed, describe
+from memfit.sharded.module_hooks import ModuleHooks, use_runtime
 from memfit.sharded.module_methods import attach_methods
 from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
-from memfit.sharded.placements import ShardPlacementFn, check_placements
 from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.streams import Streams
 from memfit.sharded.subclass_params import SubclassShard, check_subclass, is_subclass
-from memfit.sharded.unit import Run, ShardedUnit
+from memfit.sharded.unit import ShardedUnit
 from memfit.sharded.wrap_policy import FoundUnit, Ignored, Units, find_units, join_small_units
 from memfit.sharding import group_alike
 from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
-from memfit.torch_private.compiler import disable_dynamo
-from memfit.torch_private.modules import compiled_call, forward_hooks, set_compiled_call
 
-_CALLS = "_memfit_calls"
 _RUNTIME = "_memfit_runtime"
 
 
@@ -154,19 +150,19 @@ def shard(
     if refusal is not None:
         raise refusal
     streams = Streams(device)
-    home = torch.device("cpu") if on_host.on else device
+    shard_device = torch.device("cpu") if on_host.on else device
     made: list[ShardedUnit] = []
     buffer_dtypes: dict[nn.Module, torch.dtype | None] = {}
     for each, own, inside in zip(found, precisions, _insides(found, [each.model for each in inner]), strict=True):
         buffer_dtypes.update(dict.fromkeys(inside, own.buffer_dtype))
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
-                SubclassShard(members[0], shards, home, device, streams, mesh, value, to_policy(own))
+                SubclassShard(members[0], shards, shard_device, device, streams, mesh, value, to_policy(own))
                 if is_subclass(members[0].parameter)
                 else FlatShard(
                     members,
                     shards,
-                    home,
+                    shard_device,
                     device,
                     streams,
                     mesh,
@@ -186,7 +182,7 @@ def shard(
                 options=each.options,
                 precision=own,
                 streams=streams,
-                nearby=nearby(mesh, each.options.reshard_ranks, device, timeout),
+                reshard_comm=make_reshard_comm(mesh, each.options.reshard_ranks, device, timeout),
             )
         )
     outside = _modules_outside(model, inner)
@@ -203,10 +199,10 @@ def shard(
         for flat in unit.flats:
             flat.take_over()
         for module in unit.modules:
-            UnitCalls(runtime, unit, module).attach()
+            ModuleHooks(runtime, unit, module).attach()
     for unit in taken:
         for module in unit.modules:
-            module.__dict__[_CALLS].runtime = runtime
+            use_runtime(module, runtime)
     for each in inner:
         del each.model.__dict__[_RUNTIME], each.model.__dict__["zero_grad"]
     prepare_buffers(outside, device, buffer_dtypes, links if from_rank_0 else None)
@@ -343,101 +339,6 @@ def _agreed_settings(
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
     ]
     return settings
-
-
-# -- How modules call the runtime -------------------------------------------------------------------------------------
-
-
-class UnitCalls:
-    """What happens around the calls of a unit's module: its forward, and methods that run on gathered parameters."""
-
-    def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit, module: nn.Module) -> None:
-        self.runtime = runtime
-        self._unit = unit
-        self._module = module
-        self._entered: list[tuple[Run | None, BaseException | None]] = []
-        self._in_method = False
-        self.last: RemovableHandle | None = None
-
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather the parameters."""
-        if self._in_method:  # which gathered them
-            return args, kwargs
-        if not self.runtime.is_running(self._unit):  # what an interrupt left, after which no hook runs
-            self._entered.clear()
-        self._entered.append((None, sys.exc_info()[1]))
-        if self.last is not None:
-            hooks = forward_hooks(module)
-            hooks[self.last.id] = hooks.pop(self.last.id)
-        run, args, kwargs = self.runtime.before_forward(self._unit, args, kwargs)
-        self._entered[-1] = run, self._entered[-1][1]
-        return args, kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Free the parameters, unless the backward or another module of the unit needs them."""
-        if self._in_method:
-            return output
-        run, handled = self._entered.pop() if self._entered else (None, None)
-        if sys.exc_info()[1] is not handled:
-            self.runtime.failed_forward(self._unit)
-            return None
-        return self.runtime.after_forward(self._unit, self._module, run, (args, kwargs), output)
-
-    def attach(self) -> None:
-        """Make the module's forward call these; user hooks see gathered parameters."""
-
-        def before(*args: Any) -> Any:  # Dynamo is turned off for functions, not for methods
-            return self.before(*args)
-
-        def after(*args: Any) -> Any:
-            return self.after(*args)
-
-        module = self._module
-        module.__dict__[_CALLS] = self
-        compiled = compiled_call(module)
-        if compiled is not None:  # by module.compile(): hooks would be traced, and would break its graph
-            set_compiled_call(module, disable_dynamo(self.method(compiled)))
-            return
-        module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
-        self.last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
-
-    def method(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of the module that runs on gathered parameters, as its forward does."""
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.runtime.settle()
-            if self._in_method or self.runtime.is_running(self._unit):  # the parameters are there
-                return method(*args, **kwargs)
-            output = None
-            try:
-                args, kwargs = self.before(self._module, args, kwargs)
-                self._in_method = True
-                output = method(*args, **kwargs)
-            except BaseException:  # also of the gather: no hook runs after a method
-                self._in_method = False
-                self.after(self._module, args, kwargs, None)
-                raise
-            self._in_method = False
-            return self.after(self._module, args, kwargs, output)
-
-        return run
-
-
-def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method of a unit run on gathered parameters, as its forward does.
-
-    FSDP2's `register_fsdp_forward_method`.
-    """
-    calls: UnitCalls | None = module.__dict__.get(_CALLS)
-    if calls is None:
-        raise InputError(f"this {type(module).__name__} is no unit of a sharded model; give a module that is one")
-    method = getattr(module, name, None)
-    if not callable(method):
-        raise InputError(f"this {type(module).__name__} has no method {name!r}")
-    module.__dict__[name] = calls.method(method)
 
 
 # -- Passes whose gradients are not sent ------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
 from memfit.sharded.custom_comm import AllReduceHook, sum_by
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
-from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
+from memfit.sharded.streams import Streams
 from memfit.sharding import PartTable, Slot
 from memfit.torch_private.autograd import optimizers_in_backward, post_accumulate_hooks
 
@@ -225,7 +225,7 @@ class Gradients:
             self._forget()
             if self._after != 1:
                 total.div_(self._after)
-            self._give(total.to(device=self.flat.shard.device, dtype=self._kept_dtype), collected)
+            self._set_gradients(total.to(device=self.flat.shard.device, dtype=self._kept_dtype), collected)
 
     def resolve(self, used: Sequence[bool]) -> None:
         """Give the gradients of parameters that got none on this rank; those that no rank used get none."""
@@ -234,7 +234,7 @@ class Gradients:
         with torch.no_grad():
             for number, gradient in missing.items():
                 if used[number]:
-                    self._give_one(number, gradient)
+                    self._set_gradient(number, gradient)
 
     @property
     def misses(self) -> bool:
@@ -342,7 +342,7 @@ class Gradients:
             assert part is not None
         return part
 
-    def _give(self, total: torch.Tensor, collected: frozenset[int]) -> None:
+    def _set_gradients(self, total: torch.Tensor, collected: frozenset[int]) -> None:
         """Make the sum the gradients of the parameters that need one; what can be from other ranks only waits."""
         for number, parameter in enumerate(self.flat.parameters):
             if not parameter.requires_grad:
@@ -352,23 +352,23 @@ class Gradients:
             if waiting is not None:
                 gradient = gradient.add_(waiting)
             if number in collected:
-                self._give_one(number, gradient)
+                self._set_gradient(number, gradient)
             else:
                 self._missing[number] = gradient
 
-    def _give_one(self, number: int, gradient: torch.Tensor) -> None:
+    def _set_gradient(self, number: int, gradient: torch.Tensor) -> None:
         parameter = self.flat.parameters[number]
         there = parameter.grad
         if there is not None and not isinstance(there, FlatDTensor):  # a whole one, as of a loss with parameter.sum()
-            home = self.flat.homes[number]
-            own = home.own(there.full_tensor() if home.inner is None and isinstance(there, DTensor) else there)
+            spec = self.flat.flat_specs[number]
+            own = spec.own(there.full_tensor() if spec.inner is None and isinstance(there, DTensor) else there)
             gradient = gradient.add_(own.to(gradient.device))
         if isinstance(there, FlatDTensor):
             there.local.add_(gradient)
         else:
             if parameter.dtype != gradient.dtype:
                 parameter.grad_dtype = gradient.dtype
-            parameter.grad = self.flat.homes[number].wrap(gradient)
+            parameter.grad = self.flat.flat_specs[number].wrap(gradient)
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
         optimizers = optimizers_in_backward(parameter)

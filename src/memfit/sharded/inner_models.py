@@ -22,10 +22,10 @@ from memfit.errors import InputError, StateError
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.earlier_optimizers import is_given_up
 from memfit.sharded.flat_dtensor import FlatDTensor
-from memfit.sharded.mesh import Streams
 from memfit.sharded.model_parallel import ModelParallelMeshes
 from memfit.sharded.options import Schedule
 from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.streams import Streams
 from memfit.sharded.unit import ShardedUnit, State
 from memfit.sharded.wrap_policy import FoundUnit, Units
 from memfit.torch_private.wrappers import name_in_state
@@ -105,8 +105,8 @@ def model_parallel_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
     """Yield the meshes on which tensor and expert parallel put parameters, in the order of the parameters."""
     for parameter in model.parameters():
         if isinstance(parameter, FlatDTensor):
-            if parameter.home.inner is not None:
-                yield parameter.home.inner.mesh
+            if parameter.flat_spec.inner is not None:
+                yield parameter.flat_spec.inner.mesh
         elif isinstance(parameter, DTensor):
             yield parameter.device_mesh
 

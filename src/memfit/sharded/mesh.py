@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -48,19 +47,21 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def make_comms(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[ShardComm, ShardComm | None]:
     """Make the group that shards, and that of replicas where there are any."""
-    shards = link_of(mesh.get_group(mesh.ndim - 1), device, timeout)
-    return shards, link_of(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
+    shards = make_comm(mesh.get_group(mesh.ndim - 1), device, timeout)
+    return shards, make_comm(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
 
 
-def link_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
+def make_comm(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
     """Make a `ShardComm` with a Gloo group for messages: NCCL has no tags, and would mix them with data."""
     if device.type == "cpu":
         return ShardComm(group, device, timeout)
     twin = group_of(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout or timeout_of(group))
-    return ShardComm(group, device, timeout, talk=ShardComm(twin, torch.device("cpu"), timeout))
+    return ShardComm(group, device, timeout, control=ShardComm(twin, torch.device("cpu"), timeout))
 
 
-def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: timedelta | None) -> ShardComm | None:
+def make_reshard_comm(
+    mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: timedelta | None
+) -> ShardComm | None:
     """Return the group of so many ranks next to each other that this rank is in."""
     if ranks is None:
         return None
@@ -73,51 +74,3 @@ def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: t
     if group is None:
         made[tuple(row)] = group = group_of(row, timeout=timeout or timeout_of(mesh.get_group(mesh.ndim - 1)))
     return ShardComm(group, device, timeout)
-
-
-# -- The streams that copies and collectives run on beside compute; on a CPU there are none ---------------------------
-#
-# Note [Streams] Every buffer is allocated and freed in the order of the compute stream, whatever stream fills it. A
-# side stream waits for the compute stream before it touches a buffer, so that a block which was just freed is no
-# longer read; compute waits for the side stream's event before it reads the buffer or gives it back. Nothing has to
-# be recorded on a second stream, and the allocator can use every block again at once. Gathers are begun before the
-# compute of the unit that runs is queued: they wait for the unit before it, and overlap with this one. Only the
-# tensor that a sum leaves is allocated on its own stream, which has waited for compute by then, and which does so
-# again before the block can be used once more.
-
-
-class Streams:
-    """Side streams of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on = device.type == "cuda"
-        self.prepare = self._make(urgent=True)
-        self.gather = self._make(urgent=True)
-        self.reduce = self._make(urgent=True)
-        self.all_reduce = self._make(urgent=False)
-
-    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Run what follows on a side stream."""
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def after_current(self, stream: torch.cuda.Stream | None) -> None:
-        """Make a side stream wait for what is queued on the current stream so far."""
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def event(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Return an event for what is queued on a side stream so far, None without one."""
-        if stream is None:
-            return None
-        event = torch.cuda.Event()
-        stream.record_event(event)
-        return event
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for an event."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _make(self, *, urgent: bool) -> torch.cuda.Stream | None:
-        return torch.cuda.Stream(self._device, priority=-1 if urgent else 0) if self._on else None

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm
-from memfit.sharded.mesh import link_of
+from memfit.sharded.mesh import make_comm
 from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.dtensor import DTensorSpec, find_block, join_meshes, make_dtensor, make_spec
 
@@ -126,7 +126,7 @@ class ModelParallelMeshes:
     def _link(self, mesh: DeviceMesh, dimension: int) -> ShardComm:
         group = mesh.get_group(dimension)
         if group not in self._links:
-            self._links[group] = link_of(group, self._device, self._timeout)
+            self._links[group] = make_comm(group, self._device, self._timeout)
         return self._links[group]
 
 

@@ -155,12 +155,12 @@ class UnitMethods:
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Refuse to hold gathered parameters from a backward to the next forward: the optimizer changes the shards."""
-        if not reshard_after_backward:
-            raise InputError(
-                "units are resharded after every backward here; for micro-batches leave "
-                "set_reshard_after_backward(False) out, and use no_sync() or set_requires_gradient_sync(False)"
-            )
+        """Say whether parameters are freed after the backward, or left for the next forward, as between micro-batches.
+
+        The next forward gathers them again where they were changed meanwhile, as the optimizer does.
+        """
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accept what FSDP2 wants to know: ranks that use different parameters sum what each of them has, always."""

@@ -29,7 +29,7 @@ class _Held:
     number: int
 
     def value(self) -> FlatDTensor:
-        return self.flat.homes[self.number].wrap(self.flat.own(self.number))
+        return self.flat.flat_specs[self.number].wrap(self.flat.own(self.number))
 
 
 def attach_state(units: Sequence[ShardedUnit]) -> None:

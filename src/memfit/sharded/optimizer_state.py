@@ -82,7 +82,7 @@ def prepare_named_state(
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     shapes = {
-        name: (places[parameter][0].homes[places[parameter][1]].shape if parameter in places else parameter.shape)
+        name: (places[parameter][0].flat_specs[places[parameter][1]].shape if parameter in places else parameter.shape)
         for parameter, every in names.items()
         for name in every
     }
@@ -193,15 +193,15 @@ def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, wha
     """Return this rank's part of a state, in a tensor that nobody else has."""
     if not isinstance(value, torch.Tensor):
         return value
-    home = None if place is None else place[0].homes[place[1]]
-    if isinstance(value, FlatDTensor) and home is not None and value.home.alike(home):
-        return home.wrap(value.local.detach().clone() if copy else value.local.detach())
+    spec = None if place is None else place[0].flat_specs[place[1]]
+    if isinstance(value, FlatDTensor) and spec is not None and value.flat_spec.alike(spec):
+        return spec.wrap(value.local.detach().clone() if copy else value.local.detach())
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if home is None or not elementwise:
+    if spec is None or not elementwise:
         return value.detach().clone() if copy else value.detach()
-    check_elementwise(what, value.shape, home.shape)
-    return home.wrap(home.own(value).detach().clone())
+    check_elementwise(what, value.shape, spec.shape)
+    return spec.wrap(spec.own(value).detach().clone())
 
 
 def check_elementwise(what: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> None:

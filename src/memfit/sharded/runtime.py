@@ -41,23 +41,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import StateError
-from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
+from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, check_agreement
 from memfit.sharded.options import Schedule, UnitOptions
 from memfit.sharded.order import Order
+from memfit.sharded.reductions import Reductions
 from memfit.sharded.unit import Run, RunHook, ShardedUnit, State
 from memfit.sharded.values import map_values, tensors_in
 from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.modules import CALL_CODE
 
-_ASKED = "all-reduce of which parameters were used in backward"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
     """Where a run is between two steps: what all ranks of it have in common."""
 
-    turn: int
+    pass_number: int
     recorded: dict[tuple[ShardedUnit, bool], list[ShardedUnit]]
     trained: list[bool]
 
@@ -93,10 +92,8 @@ class ShardedRuntime:
         self._caller: FrameType | None = None
         self._in_backward = False
         self._began: list[Run] = []
-        self._summing: list[ShardedUnit] = []
-        self._owing: set[ShardedUnit] = set()
-        self._all_came = torch.ones(sum(len(flat.parameters) for unit in units for flat in unit.flats), device=device)
-        self._turn = 0
+        self._reductions = Reductions(self.units, self.links, device)
+        self._pass_number = 0
         self._trained = self._training()
 
     def __reduce__(self) -> NoReturn:
@@ -159,7 +156,7 @@ class ShardedRuntime:
             unit.wait()
             unit.to_unsharded()
             return
-        unit.go(State.FORWARD)
+        unit.enter(State.FORWARD)
         unit.outermost = outermost
         if outermost:
             self._begin_pass(unit)
@@ -196,14 +193,14 @@ class ShardedRuntime:
     def after_forward(self, unit: ShardedUnit, module: nn.Module, run: Run | None, inputs: Any, output: Any) -> Any:
         """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
-        output = map_values(output, lambda tensor: self._own(unit, tensor))
+        output = map_values(output, lambda tensor: self._prepare_output(unit, tensor))
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
         if run is not None and watched:
             run.watched = True
             self._watch(run, inputs, watched)
         if self._in_backward:
             if not watched and not unit.running:  # there is nothing to go back to
-                unit.rest()
+                unit.reset()
             return output
         if unit.uncalled:
             unit.uncalled.discard(module)
@@ -234,7 +231,7 @@ class ShardedRuntime:
             unit.pending += 1
         unit.uncalled.clear()
         unit.run = None
-        unit.go(State.IDLE)
+        unit.enter(State.IDLE)
         unit.to_sharded()
         unit.end_forward(backward=watched)
 
@@ -246,7 +243,7 @@ class ShardedRuntime:
         if self._active:
             with suppress(CollectiveError):
                 unit.wait()
-            unit.rest()
+            unit.reset()
             if unit in self._open:
                 self._open.remove(unit)
         else:
@@ -278,8 +275,8 @@ class ShardedRuntime:
         unit = run.unit
         run.began = True
         self._began.append(run)
-        self._owing.add(unit)
-        unit.go(State.PRE_BACKWARD)
+        self._reductions.expect(unit)
+        unit.enter(State.PRE_BACKWARD)
         unit.running += 1
         if unit.options.backward_gather:
             unit.unshard("backward")
@@ -289,7 +286,7 @@ class ShardedRuntime:
         unit.check_unchanged()
         if unit.gathered:
             unit.to_unsharded()
-        unit.go(State.BACKWARD)
+        unit.enter(State.BACKWARD)
         if run.passed == current_graph_task_id():  # an output that is an input
             self.after_backward(run)
 
@@ -306,14 +303,10 @@ class ShardedRuntime:
         unit.pending -= run.counted
         if unit.running:  # another run of it, side by side with this one, still reads them
             return
-        unit.go(State.POST_BACKWARD)
-        unit.to_sharded()
-        unit.free()
+        unit.enter(State.POST_BACKWARD)
+        unit.end_backward()
         if self._sums(unit) and unit.pending <= 0 and not unit.in_parts:
-            self._owing.discard(unit)
-            if unit.begin_sum(everything=True):
-                self._advance_sums()
-                self._summing.append(unit)
+            self._reductions.begin(unit)
         if self.schedule.backward_prefetch_at == "after":
             self._gather_before(run)
 
@@ -334,20 +327,19 @@ class ShardedRuntime:
         self._active.clear()
         self._open.clear()
         self._caller = None
-        self._summing.clear()
-        self._owing.clear()
+        self._reductions.forget()
         self._end_runs()
         for unit in self.units:
             with suppress(CollectiveError):
                 unit.wait()
-            unit.rest()
+            unit.reset()
             for gradients in unit.gradients if was_in_backward else ():
                 with suppress(CollectiveError):
                     gradients.drop()
 
     def position(self) -> Position:
         """Return what ranks have in common between steps: how many passes there were, and in which order."""
-        return Position(turn=self._turn, recorded=self.order.recorded, trained=list(self._trained))
+        return Position(pass_number=self._pass_number, recorded=self.order.recorded, trained=list(self._trained))
 
     @property
     def holds_gradients(self) -> bool:
@@ -364,28 +356,23 @@ class ShardedRuntime:
             for gradients in unit.gradients:
                 with suppress(CollectiveError):
                     gradients.drop()
-        self._turn, self._trained = position.turn, list(position.trained)
+        self._pass_number, self._trained = position.pass_number, list(position.trained)
         self.order.rewind(position.recorded)
 
     def renewed(self) -> None:
         """Take up again the groups whose connections were made anew."""
-        for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
+        for link in (*self.links, *(each.reshard_comm for each in self.units if each.reshard_comm is not None)):
             link.renewed()
 
     def _end_backward(self) -> None:
         """Do all that is left when autograd has finished, also for units whose hooks did not run."""
-        if any(self._sums(unit) for unit in self.units):
-            for unit in reversed(self.units):
-                if self._sums(unit) and unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
-                    self._summing.append(unit)
-            asked = self._ask_which_came()
-            while self._summing:
-                self._advance_sums()
-            self._resolve_unused(*asked)
-        self._owing.clear()
+        summed = [unit for unit in reversed(self.units) if self._sums(unit)]
+        if summed:
+            self._reductions.finish(summed)
+        self._reductions.forget()
         self._end_runs()
         for unit in self.units:
-            unit.rest()
+            unit.reset(free=unit.reshard_after_backward or not unit.gathered)
         self._in_backward = False
 
     def _sums(self, unit: ShardedUnit) -> bool:
@@ -398,41 +385,17 @@ class ShardedRuntime:
             run.began = run.ended = run.counted = False
         self._began.clear()
 
-    def _advance_sums(self) -> None:
-        """Advance the reductions of earlier units by one stage, which overlaps another unit's backward."""
-        self._summing = [unit for unit in self._summing if not unit.advance_sums()]
-
-    def _ask_which_came(self) -> tuple[torch.Tensor, Transfer]:
-        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being reduced."""
-        flags = [each for unit in self.units for gradients in unit.gradients for each in gradients.came()]
-        came = self._all_came.clone()
-        if not all(flags):
-            came.copy_(torch.tensor(flags))
-        return came, self.links[0].all_reduce(came, _ASKED)
-
-    def _resolve_unused(self, came: torch.Tensor, asked: Transfer) -> None:
-        """Give parameters that got no gradient on this rank those of other ranks; what no rank used gets none."""
-        asked.wait()
-        for link in self.links[1:]:
-            link.all_reduce(came, _ASKED).wait()
-        every = [gradients for unit in self.units for gradients in unit.gradients]
-        used = iter((came > 0).tolist() if any(gradients.misses for gradients in every) else [])
-        for gradients in every:
-            gradients.resolve([next(used, True) for _ in gradients.flat.parameters])
-
     def _begin_pass(self, unit: ShardedUnit) -> None:
-        for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
+        for link in (*self.links, *(each.reshard_comm for each in self.units if each.reshard_comm is not None)):
             link.check(f"forward of {unit.title}")
-        self._turn += 1
+        self._pass_number += 1
         for each in self.units:
             for flat in each.flats:
                 flat.realign()
         self._check_training()
         self.order.begin(unit)
         for each in self.units:
-            each.stale = each.gathered
-            each.turn = self._turn
-            each.in_parts = False
+            each.begin_pass(self._pass_number)
 
     def _training(self) -> list[bool]:
         return [parameter.requires_grad for unit in self.units for flat in unit.flats for parameter in flat.parameters]
@@ -469,11 +432,11 @@ class ShardedRuntime:
         for tensor in (*outputs, *{base for base in bases if base.requires_grad and base not in given}):
             tensor.register_hook(hook)
 
-    def _own(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare_output(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
         if unit.outermost or unit.was_root or unit.precision.cast_outputs == "units":
             tensor = _cast(tensor, unit.precision.output_dtype)
-        if unit.lends(tensor):
+        if unit.holds_memory_of(tensor):
             return tensor.clone()
         if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
             return tensor.view_as(tensor)

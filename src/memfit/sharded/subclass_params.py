@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError, StateError
 from memfit.sharded.comm import ShardComm, Transfer, wait_all
-from memfit.sharded.flat_dtensor import GATHER_TAG, FlatDTensor, Home
+from memfit.sharded.flat_dtensor import GATHER_TAG, FlatDTensor, FlatSpec
 from memfit.sharded.flat_param import FlatShard, Member, UnshardedParams
-from memfit.sharded.mesh import Streams
+from memfit.sharded.streams import Streams
 from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.autograd import set_version_counters, version_of
 
@@ -99,7 +99,7 @@ def _defined(kind: type) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowHome(Home):
+class RowSpec(FlatSpec):
     """Where the rows of a DTensor are whose local tensor keeps its dimensions, and perhaps its class."""
 
     @property
@@ -109,7 +109,7 @@ class RowHome(Home):
 
     def wrap(self, local: torch.Tensor) -> FlatDTensor:
         """Make a tensor of this rank's rows, also a flat one, the DTensor that they are a part of."""
-        return Home.wrap(self, local if local.shape == self.local_shape else local.view(self.local_shape))
+        return FlatSpec.wrap(self, local if local.shape == self.local_shape else local.view(self.local_shape))
 
     def own_of_block(self, block: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a whole tensor."""
@@ -120,7 +120,7 @@ class RowHome(Home):
         """Gather the whole tensor; a subclass is made anew of its inner tensors, where these have the same rows."""
         local = value.local.detach()
         if type(local) is torch.Tensor:
-            return Home.gather_block(self, value)
+            return FlatSpec.gather_block(self, value)
         if not hasattr(local, "__tensor_flatten__"):
             raise StateError(
                 f"{value!r} is a {type(local).__name__}, which cannot be gathered outside of a forward: its class has "
@@ -179,9 +179,9 @@ class SubclassShard(FlatShard):
         self.places = [member.places]
         (slot,) = self.layout.slots
         self.parts = [self.layout.part(slot, link.rank)]
-        home = RowHome.of(slot, self.layout, link, mesh, compute_device)
-        assert isinstance(home, RowHome)
-        self.homes = [home]
+        spec = RowSpec.of(slot, self.layout, link, mesh, compute_device)
+        assert isinstance(spec, RowSpec)
+        self.flat_specs = [spec]
         self.inners = [None]
         self.listener = None
         self.custom_all_gather = None
@@ -193,16 +193,16 @@ class SubclassShard(FlatShard):
             whole = value(member)
             chunks = torch.chunk(whole, link.ranks, dim=0)
             self.shard = whole.new_zeros(chunks[0].size())
-            rows = home.local_shape[0]
+            rows = spec.local_shape[0]
             if rows:
                 self.shard.narrow(0, 0, rows).copy_(chunks[link.rank])
             if self.shard.device != device:
                 self.shard = self.shard.to(device)
             self._local = self.shard.narrow(0, 0, rows)
 
-    def home_value(self, number: int) -> FlatDTensor:
+    def sharded_value(self, number: int) -> FlatDTensor:
         """Return the parameter as the DTensor around this rank's rows."""
-        return self.homes[number].wrap(self._local)
+        return self.flat_specs[number].wrap(self._local)
 
     def own(self, number: int) -> torch.Tensor:
         """Return this rank's rows."""
@@ -245,7 +245,7 @@ class SubclassShard(FlatShard):
 
     def heard(self) -> Callable[[torch.Tensor], None]:
         """Return the hook of the gathered parameter."""
-        return self._heard(0)
+        return self._grad_hook(0)
 
     def _gathers(self, number: int, held: object) -> bool:
         return any(held is each for unsharded in self._unsharded.values() for each in unsharded.parameters)

@@ -14,8 +14,8 @@ from memfit.errors import StateError
 from memfit.sharded.comm import CollectiveError, ShardComm, Transfer, wait_all
 from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
-from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
+from memfit.sharded.streams import Streams
 from memfit.torch_private.dispatch import inner_tensors, is_wrapper_subclass
 from memfit.torch_private.distributed_tensors import local_tensor
 
@@ -34,8 +34,9 @@ class ShardedUnit:
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
     not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
-    gradients are summed, `forward_prefetch` and `backward_prefetch` which units are gathered with it where a user
-    says so. `was_root` says whether it was the root of a model that was sharded in a call of its own.
+    gradients are summed, `reshard_after_backward` whether its backward frees the gathered parameters,
+    `forward_prefetch` and `backward_prefetch` which units are gathered with it where a user says so. `was_root` says
+    whether it was the root of a model that was sharded in a call of its own.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ShardedUnit:
         options: UnitOptions,
         precision: Precision,
         streams: Streams,
-        nearby: ShardComm | None,
+        reshard_comm: ShardComm | None,
     ) -> None:
         self.number = 0
         self.names = tuple(names)
@@ -67,13 +68,14 @@ class ShardedUnit:
         self.run: Run | None = None
         self.in_parts = False
         self.communicates = True
+        self.reshard_after_backward = True
         self.forward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
-        self.turn = 0
+        self.pass_number = 0
         """Which pass of the model this is. A rank that skipped one must not meet the others in the next."""
         self.precision = precision
         self._streams = streams
-        self._nearby = nearby
+        self._reshard_comm = reshard_comm
         self._resharded = False
         self._unsharded: list[UnshardedParams] = []
         self._unsharded_in_forward: list[UnshardedParams] | None = None
@@ -101,9 +103,9 @@ class ShardedUnit:
         return f"unit {self.name!r}" if self.name else "the root unit"
 
     @property
-    def nearby(self) -> ShardComm | None:
+    def reshard_comm(self) -> ShardComm | None:
         """The smaller group that it is resharded to."""
-        return self._nearby
+        return self._reshard_comm
 
     @property
     def in_flight(self) -> bool:
@@ -121,7 +123,7 @@ class ShardedUnit:
         for each in (*self.flats, *self.gradients):
             each.use_streams(streams)
 
-    def go(self, state: State) -> None:
+    def enter(self, state: State) -> None:
         """Enter the next state, or refuse."""
         check_transition(self.title, self.state, state)
         self.state = state
@@ -146,8 +148,8 @@ class ShardedUnit:
             for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
                 tag = self._tag(number, 0)
                 with record_function("memfit::gather"):
-                    if self._resharded and self._nearby is not None and not forward:
-                        transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
+                    if self._resharded and self._reshard_comm is not None and not forward:
+                        transfer = flat.begin_regather(unsharded, self._reshard_comm, tag, about)
                     else:
                         transfer = flat.unshard(unsharded, tag, about)
                 if transfer is not None:
@@ -158,6 +160,19 @@ class ShardedUnit:
             raise
         self._transfers = begun
         self._event = self._streams.event(self._streams.gather)
+
+    def begin_pass(self, pass_number: int) -> None:
+        """Prepare for a pass, which gathers again what is gathered, unless it was left for it and is current."""
+        self.pass_number = pass_number
+        self.in_parts = False
+        self.stale = self.gathered and (self.reshard_after_backward or not self._is_current())
+
+    def _is_current(self) -> bool:
+        """Return whether the gathered parameters are what a gather for a forward would give now."""
+        return all(
+            unsharded is flat.unsharded(self.gather_dtype(flat)) and unsharded.changes == flat.changes
+            for flat, unsharded in zip(self.flats, self._unsharded, strict=True)
+        )
 
     def wait(self) -> None:
         """Wait for the gather that was begun."""
@@ -187,13 +202,13 @@ class ShardedUnit:
             if unsharded.bytes and unsharded.changes != flat.changes:
                 unsharded.hide()
 
-    def lends(self, tensor: torch.Tensor) -> bool:
+    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
         tensor = local_tensor(tensor)
         if is_wrapper_subclass(tensor):  # it has no memory of its own
-            return any(self.lends(each) for each in inner_tensors(tensor))
+            return any(self.holds_memory_of(each) for each in inner_tensors(tensor))
         address = tensor.data_ptr()
         return any(unsharded.holds(address) for unsharded in self._unsharded)
 
@@ -212,15 +227,21 @@ class ShardedUnit:
         self._unsharded_in_forward = self._unsharded
         if self.options.keep or self.outermost:
             return
-        if self._nearby is None:
+        if self._reshard_comm is None:
             self.free()
             return
         for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
-            flat.keep_part(unsharded, self._nearby)
+            flat.keep_part(unsharded, self._reshard_comm)
         self.gathered, self._resharded = False, True
 
-    def rest(self) -> None:
-        """Reset to idle from any state: the module holds shards, and nothing is gathered."""
+    def end_backward(self) -> None:
+        """Reshard after the backward, unless the gathered parameters are left for the next forward."""
+        self.to_sharded()
+        if self.reshard_after_backward:
+            self.free()
+
+    def reset(self, *, free: bool = True) -> None:
+        """Reset to idle from any state: the module holds shards, and nothing is gathered that is to be freed."""
         if self.state is State.SUMMONED:
             return
         self.state = State.IDLE
@@ -229,9 +250,10 @@ class ShardedUnit:
         self.run = None
         self._unsharded_in_forward = None
         self.to_sharded()
-        self.free()
+        if free:
+            self.free()
 
-    def begin_sum(self, *, everything: bool = False) -> bool:
+    def begin_reductions(self, *, everything: bool = False) -> bool:
         """Begin to reduce gradients over ranks: of all flat shards that train, or of those that have any.
 
         Whether there are any.
@@ -244,13 +266,13 @@ class ShardedUnit:
             begun = True
         return begun
 
-    def advance_sums(self) -> bool:
+    def advance_reductions(self) -> bool:
         """Advance reductions under way by one stage; return whether all are finished."""
         finished = [gradients.advance() for gradients in self.gradients]
         return all(finished)
 
     def _tag(self, flat: int, kind: int) -> int:
-        return self.turn % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
+        return self.pass_number % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
         """Return the dtype that parameters are gathered in."""

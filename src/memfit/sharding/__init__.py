@@ -4,6 +4,7 @@ from memfit.sharding.bubbles import find_bubbles
 from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
+from memfit.sharding.host_step import HostStep
 from memfit.sharding.joining import JoinableUnit, join_neighbours
 from memfit.sharding.mesh_links import group_along, group_of
 from memfit.sharding.options import ShardDtypes, ShardEngine, shard_bytes
@@ -21,6 +22,7 @@ from memfit.sharding.sharded_step import (
 __all__ = [
     "FlatLayout",
     "FlatOptions",
+    "HostStep",
     "JoinableUnit",
     "Part",
     "PartTable",

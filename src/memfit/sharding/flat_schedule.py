@@ -19,7 +19,7 @@ Note [The flat schedule]: this follows `memfit/sharded` act by act.
 - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
 
 Note [Streams of the flat schedule]: every buffer is allocated on the compute stream, whatever stream fills it, but for
-the output of a reduction, which is allocated on the stream that it runs on (Note [Streams] of `sharded/mesh.py`).
+the output of a reduction, which is allocated on the stream that it runs on (Note [Streams] of `sharded/streams.py`).
 """
 
 from __future__ import annotations
@@ -270,6 +270,7 @@ class FlatScheduler(Scheduler):
         self._ended: list[int] = []
         self._summing: list[int] = []
         super().__init__((unit.module for unit in units), had)
+        self.pairs = separate_parts
         self._coming: list[tuple[WholeGradient, int]] = []
         """Whole gradients that have not come, and their buffers; the next is the last."""
         for gradient in sorted(gradients, key=lambda each: each.arrived, reverse=True):
@@ -526,6 +527,9 @@ class FlatScheduler(Scheduler):
         """Wait for a reduction among the ranks that shard, and free its parts."""
         if own.transfer is not None:
             self.wait(own.transfer, unit)
+            if self._separate_parts:  # what every other rank has sent is added
+                others = own.group.layout.ranks - 1
+                self.copy(unit, 3 * others * own.group.part_bytes, Stream.COMPUTE)
         for buffer in (*own.received, *own.parts.values()):
             self.free(buffer)
         own.transfer, own.received, own.parts = None, [], {}

@@ -40,6 +40,9 @@ class ShardOptions:
     `keep_last` leaves the unit that runs last in the forward unsharded until its backward, which begins right after:
     `fully_shard(..., reshard_after_forward=False)` for it, as torchtitan does. A number is that of the last so many.
 
+    With `cpu_offload` shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
+    steps: `CPUOffloadPolicy` of FSDP2, `offload=True` of memfit's own runtime.
+
     `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
     `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
@@ -61,6 +64,7 @@ class ShardOptions:
     replicas: int = 1
     reshard_after_forward: bool | int = True
     prefetch: int = 1
+    cpu_offload: bool = False
 
     def shard_ranks(self, ranks: int) -> int:
         """Return over how many of the ranks a parameter is sharded."""
@@ -85,7 +89,7 @@ class ShardOptions:
             for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype", "engine"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
-            for name, usual in (("keep_last", False), *_USUAL):
+            for name, usual in (("keep_last", False), ("cpu_offload", False), *_USUAL):
                 if getattr(self, name) is not usual and getattr(self, name) != usual:
                     raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
         elif self.gradient_as_bucket_view or self.bucket_cap_bytes != BUCKET_CAP_BYTES:
@@ -103,6 +107,8 @@ class ShardOptions:
             raise InputError(f"keep_last is {self.keep_last!r}; write True, False, or how many of the last units")
         if self.keep_last and reshards is not True:
             raise InputError(f"keep_last and reshard_after_forward={reshards!r} exclude each other; leave one out")
+        if not isinstance(self.cpu_offload, bool):
+            raise InputError(f"cpu_offload is {self.cpu_offload!r}; write True or False")
         cap = self.bucket_cap_bytes
         if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
             raise InputError(f"bucket_cap_bytes is {cap!r}; write bytes, such as {BUCKET_CAP_BYTES} (25 MiB)")
@@ -163,6 +169,13 @@ def padded_elements(parameter: Parameter, ranks: int) -> int:
     shape = parameter.shape or (1,)
     rows = -(-shape[0] // ranks) * ranks
     return rows * math.prod(shape[1:])
+
+
+def elements_of_rank(parameter: Parameter, ranks: int, rank: int) -> int:
+    """Elements of the rows that a rank has of a parameter, without padding: the last ranks may have fewer or none."""
+    shape = parameter.shape or (1,)
+    rows = -(-shape[0] // ranks)
+    return min(max(shape[0] - rank * rows, 0), rows) * math.prod(shape[1:])
 
 
 def elements(parameter: Parameter) -> int:

@@ -121,6 +121,16 @@ class Transfer:
     host_bytes: int = 0
     group: Group | None = None
     """The ranks that it is of; None for all of the target."""
+    pairs: bool = False
+    """Whether each rank sends its parts straight to every other, instead of a collective of the library."""
+
+    def collective_ms(self, model: CollectiveModel) -> float:
+        """Return how long it takes on the links of a target."""
+        if not self.pairs:
+            return model.collective_ms(self.kind, self.size_bytes, self.group)
+        group = self.group or Group.of(model.target)
+        times = group.ranks if self.kind is Collective.ALL_REDUCE else 1  # the whole buffer is sent to every other rank
+        return model.collective_ms(Collective.ALL_TO_ALL, times * self.size_bytes, group)
 
 
 class EventKind(enum.Enum):
@@ -174,6 +184,8 @@ class Scheduler(ABC):
         self.moment = 0
         self.group: Group | None = None
         """The ranks that shard; None for all."""
+        self.pairs = False
+        """Whether ranks send to each other one by one; see `Transfer.pairs`."""
         self.stream_of = dict(self.streams)
         self._modules = tuple(modules)
         self._buffers: list[Buffer] = []
@@ -261,6 +273,7 @@ class Scheduler(ABC):
                 host_bytes=host_bytes,
                 stream=stream,
                 group=group or self.group,
+                pairs=self.pairs,
             )
         )
         return len(self._transfers) - 1
@@ -354,7 +367,7 @@ def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) ->
         key = transfer.kind, transfer.size_bytes, transfer.host_bytes, transfer.group
         if key not in cost:
             host_ms = link.transfer_ms(transfer.host_bytes) if transfer.host_bytes else 0.0
-            cost[key] = host_ms + model.collective_ms(transfer.kind, transfer.size_bytes, transfer.group)
+            cost[key] = host_ms + transfer.collective_ms(model)
         now = float(times[transfer.issued]) + waited
         begins = max(free.get(transfer.group, 0.0), copied_out.get(transfer.group, 0.0) if transfer.ahead else now)
         done[number] = free[transfer.group] = begins + cost[key]

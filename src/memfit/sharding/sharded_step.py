@@ -22,6 +22,7 @@ from memfit.sharding.ddp import replicate
 from memfit.sharding.flat_schedule import FlatScheduler, FlatUnit, Schedule, UnitOptions, flat_units
 from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
 from memfit.sharding.gradients import WholeGradient, casts_of, gradients_before, whole_gradients, without_casts
+from memfit.sharding.host_step import HostStep, with_host_step
 from memfit.sharding.input_gradients import held_input_gradients
 from memfit.sharding.joining import JoinableUnit, join_neighbours
 from memfit.sharding.options import (
@@ -29,6 +30,7 @@ from memfit.sharding.options import (
     ShardDtypes,
     ShardOptions,
     elements,
+    elements_of_rank,
     item_bytes,
     on_shards,
     padded_elements,
@@ -71,20 +73,38 @@ class FlatOptions:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What a rank keeps of each parameter: `kept` elements, of the shards' dtype."""
+    """What a rank keeps of each parameter: `kept` elements, of the shards' dtype.
+
+    `trained` of them the optimizer works on: FSDP2 pads the shards of the last ranks, and not their optimizer state.
+    """
 
     trace: Trace
     kept: Sequence[int]
+    trained: Sequence[int]
     dtypes: ShardDtypes
 
     def bytes_of(self, number: int) -> int:
         """Bytes of the shard of a parameter, and of its gradient's."""
         return self.kept[number] * item_bytes(self.dtypes.kept(self.trace.parameters[number]))
 
+    def trained_bytes_of(self, number: int) -> int:
+        """Bytes of what the optimizer works on of a parameter."""
+        return self.trained[number] * item_bytes(self.dtypes.kept(self.trace.parameters[number]))
+
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the shards of all parameters that train."""
-        return sum(self.bytes_of(number) for number, each in enumerate(self.trace.parameters) if each.trainable)
+        """Bytes of what the optimizer works on of all parameters that train."""
+        return sum(self.trained_bytes_of(number) for number, each in enumerate(self.trace.parameters) if each.trainable)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state of these shards."""
+        return sum(self._state_bytes(number) for number, each in enumerate(self.trace.parameters) if each.trainable)
+
+    def _state_bytes(self, number: int) -> int:
+        parameter = self.trace.parameters[number]
+        whole = max(1, elements(parameter)) * item_bytes(parameter.dtype)
+        return sum(self.trace.storages[each].bytes for each in parameter.state) * self.bytes_of(number) // whole
 
 
 def shard(
@@ -95,14 +115,18 @@ def shard(
     *,
     flat: FlatOptions | None = None,
     on_host: bool = False,
+    rank: int = 0,
 ) -> Sharding:
     """The step as one rank of the target sees it: fully sharded, or replicated where the options say `ddp`.
 
+    `rank` is its number among those that shard. The first holds most, but for gaps that align a flat layout.
+
     It is sharded as FSDP2 does it, or with `flat`, or the engine "sharded", as memfit's own runtime does. With
     `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in the
-    optimizer's step but its time, which is left as it is.
+    optimizer's step but its time, which is left as it is; with `ShardOptions.cpu_offload` it is the host's.
     """
     options = options or ShardOptions()
+    on_host = on_host or options.cpu_offload
     if options.parallel == "ddp":
         if on_host or flat is not None:
             raise InputError("a replicated step (DDP) has no shards, on the host or in a flat layout; leave these out")
@@ -125,6 +149,7 @@ def shard(
     scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
+        trained = [elements_of_rank(each, ranks, rank) for each in trace.parameters]
         parts = in_order_of_fsdp2(trace, members.values())
         scheduler = FSDP2Scheduler(
             trace,
@@ -150,7 +175,8 @@ def shard(
         each = {module: choice for module, choice in each.items() if module not in joined}
         flats = flat_units(trace, members, each, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
-        kept, padding = _kept_of_flat(flats, len(trace.parameters))
+        kept, padding = _kept_of_flat(flats, len(trace.parameters), rank)
+        trained = kept
         begun = gradients_before(trace)
         apart = target.device.type == "cpu"
         scheduler = FlatScheduler(
@@ -158,8 +184,10 @@ def shard(
         )
     if replicas is not None:
         scheduler.group = Group.shard(target, ranks)
-    shards = Shards(trace, kept, dtypes)
+    shards = Shards(trace, kept, trained, dtypes)
     runtime = on_shards(runtime, target.device, shards.trained_bytes)
+    if options.cpu_offload:
+        runtime = with_host_step(runtime, HostStep.of(shards.trained_bytes, shards.state_bytes))
     schedule = scheduler.run(actings((unit.calls for unit in units), passes))
     levels = Levels(timeline)
     for index in casts:
@@ -236,14 +264,14 @@ def _joined(
     )
 
 
-def _kept_of_flat(units: Sequence[FlatUnit], parameters: int) -> tuple[list[int], dict[str, int]]:
-    """The elements of each parameter that the first rank keeps, and the bytes of padding in its shard of each unit."""
+def _kept_of_flat(units: Sequence[FlatUnit], parameters: int, rank: int) -> tuple[list[int], dict[str, int]]:
+    """The elements of each parameter that a rank keeps, and the bytes of padding in its shard of each unit."""
     kept, padding = [0] * parameters, {}
     for unit in units:
         for group in unit.groups:
             for number, slot in zip(group.parameters, group.layout.slots, strict=True):
-                kept[number] = group.layout.part(slot, 0).elements
-            empty = sum(end - begin for begin, end in group.layout.gaps(0))
+                kept[number] = group.layout.part(slot, rank).elements
+            empty = sum(end - begin for begin, end in group.layout.gaps(rank))
             padding[unit.module] = padding.get(unit.module, 0) + empty * group.kept_item_bytes
     return kept, padding
 
@@ -282,7 +310,7 @@ def _shard_parameter(levels: Levels, shards: Shards, number: int, module: str) -
         if whole_bytes < elements(parameter):  # a step counter, not a state of each element
             continue
         whole = max(1, elements(parameter)) * item_bytes(parameter.dtype)
-        n_bytes = -(-whole_bytes * shards.bytes_of(number) // whole)
+        n_bytes = -(-whole_bytes * shards.trained_bytes_of(number) // whole)
         levels.replace(storage, Category.OPTIMIZER_STATE, n_bytes, module)
 
 

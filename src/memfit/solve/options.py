@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from memfit.errors import InputError
 from memfit.paths import MODEL_LABEL, around, module_label
 from memfit.sharding import ShardOptions
+from memfit.solve.decisions import (
+    DEFAULT_DECISIONS,
+    Decided,
+    DecidedGroup,
+    expand_decisions,
+    resolve_decisions,
+)
 from memfit.solve.milp import Limits
 from memfit.text import close_names, did_you_mean
 from memfit.tradeoff import Unit
 
-Decided = Literal["loss", "offload", "optimizer", "reshard", "prefetch"]
-DECISIONS: tuple[Decided, ...] = get_args(Decided)
-DEFAULT_DECISIONS: tuple[Decided, ...] = ()
-"""What plans decide unless they are told, where `apply` carries it out by itself."""
 POINTS = 24
 _SHOWN = 3
 """What plans print for the model itself, whose path is empty."""
@@ -33,11 +36,11 @@ class SolveOptions:
     `micro_batches` is `"same"` for one policy in all micro-batches of a step, however many of them a loop really runs;
     with `"own"` each has its own, which is a little faster and needs a loop that keeps to the step exactly.
     `offload` lets units offload what they hold for their backward to the host, where the device has a link to it.
-    `decide` are further kinds of decisions that a plan may take: `"loss"`, in how many chunks a cross entropy is
-    computed (equal up to the order of sums); `"reshard"`, which sharded units stay gathered between forward and
-    backward, and `"prefetch"`, how many are gathered ahead, both in the place of what `shard` says; `"optimizer"` and
-    `"offload"` are the same as these options. Unless given, a plan decides what `DEFAULT_DECISIONS` says, where
-    `apply` carries it out by itself. `loss_chunks` fixes the number of chunks; 1 leaves the loss whole.
+    `decide` are further kinds of decisions that a plan may take (docs/design/joint.md): kinds by name, `"exact"` for
+    all that keep numbers bit for bit, `"all"` for those too that change the order of sums. What an option or `shard`
+    gives a value to stays as it is unless its kind is named; `fixed` are kinds that stay in any case.
+    Unless given, a plan decides what `DEFAULT_DECISIONS` says. `offload` and `optimizer` are the same as these
+    kinds by name; `loss_chunks` fixes the number of chunks of the loss, and 1 leaves it whole.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -49,7 +52,8 @@ class SolveOptions:
     optimizer: bool = False
     micro_batches: Literal["same", "own"] = "same"
     offload: bool = False
-    decide: tuple[Decided, ...] | None = None
+    decide: DecidedGroup | tuple[Decided | DecidedGroup, ...] | None = None
+    fixed: tuple[Decided, ...] = ()
     loss_chunks: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,21 +82,39 @@ class SolveOptions:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 
     def _check_decisions(self) -> None:
-        given = () if self.decide is None else self.decide
-        if isinstance(given, str) or not isinstance(given, tuple | list):
-            raise InputError(f"decide is {given!r}; give a tuple of {', '.join(map(repr, DECISIONS))}")
-        for name in given:
-            if name not in DECISIONS:
-                hint = did_you_mean(map(repr, close_names(str(name), DECISIONS)), f"there are {', '.join(DECISIONS)}")
-                raise InputError(f"decide has {name!r}, which is no decision; {hint}")
         chunks = self.loss_chunks
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
             raise InputError(f"loss_chunks is {chunks!r}; write a whole number of at least 1, which leaves it whole")
-        if self.decide is not None:
-            object.__setattr__(self, "decide", tuple(dict.fromkeys(given)))
+        object.__setattr__(self, "fixed", resolve_decisions(self.fixed, "fixed"))
+        if self.decide is None:
+            return
+        named = resolve_decisions(self.decide, "decide")
+        object.__setattr__(self, "decide", named)
         for name in ("offload", "optimizer"):
-            if name in given:
+            if name in named and name not in self.fixed:
                 object.__setattr__(self, name, True)
+
+    @property
+    def decided(self) -> tuple[Decided, ...]:
+        """The kinds of decisions that plans take, where the step, the target and the engine allow them."""
+        named = DEFAULT_DECISIONS if self.decide is None else self.decide
+        flags: dict[Decided, bool] = {"offload": self.offload, "optimizer": self.optimizer}
+        asked = [kind for kind, flag in flags.items() if flag]
+        kinds = expand_decisions((*named, *asked), self._given())
+        return tuple(kind for kind in kinds if kind not in self.fixed or kind in asked)
+
+    def _given(self) -> list[Decided]:
+        """Return the kinds of decisions whose values are given."""
+        shard = self.shard
+        values: dict[Decided, bool] = {
+            "loss": self.loss_chunks is not None,
+            "units": shard.units is not None,
+            "replicas": shard.replicas != 1,
+            "prefetch": shard.prefetch != 1,
+            "reshard": bool(shard.keep_last) or shard.reshard_after_forward is not True,
+            "cpu_offload": shard.cpu_offload,
+        }
+        return [kind for kind, given in values.items() if given]
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
         """Return units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""

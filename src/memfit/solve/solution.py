@@ -15,7 +15,8 @@ from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import OffloadLink, Target
 from memfit.memory import Bytes, Timeline
-from memfit.sharding import ShardEngine, Sharding, captured_ranks, shard
+from memfit.sharding import ShardEngine, Sharding, ShardOptions, captured_ranks, shard
+from memfit.solve.decisions import Decided
 from memfit.solve.dp import DynamicProgram
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
@@ -92,6 +93,13 @@ class Problem:
         other.__dict__.update({name: self.__dict__[name] for name in built if name in self.__dict__})
         return other
 
+    def with_target(self, target: Target) -> Problem:
+        """Return the same problem on a target whose allocator reserves in another way; what was built is shared."""
+        other = replace(self, target=target)
+        built = ("frontiers", "windows", "candidates", "micro_batches", "dynamic_program", "_captured", "min_budget")
+        other.__dict__.update({name: self.__dict__[name] for name in built if name in self.__dict__})
+        return other
+
     @property
     def trace(self) -> Trace:
         """The step; under sharding as it was captured, whole."""
@@ -138,7 +146,9 @@ class Problem:
                 if unit.name in self.windows
             }
             able = [unit for unit in units if hidden.get(unit.name)]
-            windows = choose_level(able, self.windows, hidden)
+            # Bytes count for as long as they are gone: an outermost unit copies much, and late.
+            gains = {unit.name: hidden[unit.name] * self.windows[unit.name].gone_ms for unit in able}
+            windows = choose_level(able, self.windows, gains)
             frontiers = self._with_offload(units, frontiers, windows, link)
         return build_candidates(
             units,
@@ -183,8 +193,9 @@ class Problem:
 
     @property
     def offload_link(self) -> OffloadLink | None:
-        """The link over which units may offload; None where they may not."""
-        return self.target.device.offload_link if self.options.offload else None
+        """The link over which units may offload; None where they may not. A CPU's disk is used only when asked for."""
+        asked = self.options.offload or ("offload" in self.options.decided and self.target.device.type != "cpu")
+        return self.target.device.offload_link if asked else None
 
     @cached_property
     def windows(self) -> dict[str, OffloadWindow]:
@@ -264,6 +275,24 @@ class Problem:
         options = replace(self.options.shard, engine=engine)
         sharding = shard(self.timeline, self.runtime, self.target, options)
         return replace(self, sharding=sharding)._with_frontiers_of(self).replay(chosen)
+
+    def with_sharding(self, runtime: Runtime, shard_options: ShardOptions) -> Problem:
+        """Return the problem of the same step with its parameters sharded in another way; what was built is shared.
+
+        `runtime` has the times of the step as it was captured, whole.
+        """
+        sharding = shard(self.timeline, runtime, self.target, shard_options)
+        options = replace(self.options, shard=shard_options)
+        other = replace(self, runtime=sharding.runtime, sharding=sharding, options=options)
+        _ = self.frontiers, self._captured
+        return other._with_frontiers_of(self)
+
+    def without_offload(self) -> Problem:
+        """Return the problem of the same step in which no unit may offload; what was built is shared."""
+        fixed: tuple[Decided, ...] = tuple(dict.fromkeys((*self.options.fixed, "offload")))
+        options = replace(self.options, offload=False, fixed=fixed)
+        _ = self.frontiers
+        return replace(self, options=options)._with_frontiers_of(self)
 
     def _with_frontiers_of(self, other: Problem) -> Problem:
         """Take over what another problem of the same trace has built."""

@@ -9,19 +9,20 @@ the first op that asks for one of them.
 So copies have the time of the ops between: `OffloadWindow.forward_ms` from the end of the unit to the end of the next,
 `backward_ms` from the next unit's backward to the unit's own. With n bytes offloaded,
 
-    exposed_ms = max(0, n / to_host - forward_ms) + max(0, n / to_device - backward_ms)
+    exposed_ms = max(0, n / to_host - forward_ms) + max(0, n / to_device - backward_ms) + n * compute_s_per_byte
 
-and both copies of a unit have the link alone, since those of its neighbours have been awaited when they begin. Time in
-which the next unit is recomputed, or a rank waits for others, would hide more; it is not counted.
+where the last is what copies take from the ops beside them (`OffloadLink`): nothing on a GPU. Both copies of a unit
+have the link alone, since those of its neighbours have been awaited when they begin. Time in which the next unit is
+recomputed, or a rank waits for others, would hide more; it is not counted.
 
 A unit may offload what it holds for its backward and nobody else does: of each policy the discardable storages that
 stay, and those that are newly held and would have been gone with the forward. What one op makes leaves together, so an
 op is left out of which somebody else holds a result. Inputs that a checkpointed unit holds are not among them. The time
 depends on the sum of bytes alone, so that of each policy the undominated points are sums of subsets: the largest that
-is hidden, and all larger ones.
+costs nothing, and all larger ones.
 
-Offload is offered on one level of nested units: that through which most bytes can be hidden. Units on two levels would
-copy at the same time, and neither would have the link alone.
+Offload is offered on one level of nested units: that through which most bytes can be hidden, each for as long as it is
+gone. Units on two levels would copy at the same time, and neither would have the link alone.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ SUMS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadWindow:
-    """The unit during whose forward and backward another one's results are copied, and how long these take."""
+    """The unit during whose forward and backward another one's results are copied, and how long these take.
+
+    `gone_ms` is the time of the ops between them.
+    """
 
     next: Unit
     forward_ms: float
     backward_ms: float
+    gone_ms: float = 0.0
 
     @property
     def gone_at(self) -> int:
@@ -67,10 +72,11 @@ class OffloadWindow:
         return self.next.backward_begin
 
     def exposed_ms(self, n_bytes: Ints, link: OffloadLink) -> Times:
-        """Return how long compute waits for copies of so many bytes, both ways."""
+        """Return how long compute waits for copies of so many bytes, both ways, and how much longer they make it."""
         away = n_bytes / link.to_host_bytes_per_s * 1e3 - self.forward_ms
         back = n_bytes / link.to_device_bytes_per_s * 1e3 - self.backward_ms
-        return np.maximum(away, 0.0) + np.maximum(back, 0.0)
+        slower = n_bytes * (link.compute_s_per_byte * 1e3)
+        return np.asarray(np.maximum(away, 0.0) + np.maximum(back, 0.0) + slower, dtype=np.float64)
 
     def hidden_bytes(self, link: OffloadLink) -> int:
         """Return how many bytes can leave and come back without a wait."""
@@ -103,7 +109,10 @@ def find_windows(trace: Trace, op_ms: Times, units: Sequence[Unit]) -> dict[str,
             forward_ms = float(elapsed[after.end] - elapsed[unit.end])
             backward_ms = float(elapsed[unit.backward_begin] - elapsed[after.backward_begin])
             found[unit.name] = OffloadWindow(
-                next=after, forward_ms=round(forward_ms, 6), backward_ms=round(backward_ms, 6)
+                next=after,
+                forward_ms=round(forward_ms, 6),
+                backward_ms=round(backward_ms, 6),
+                gone_ms=float(elapsed[after.backward_begin] - elapsed[after.end]),
             )
     return found
 
@@ -114,15 +123,15 @@ def _saves(unit: Unit, saving: Ints) -> bool:
 
 
 def choose_level(
-    units: Sequence[Unit], windows: Mapping[str, OffloadWindow], hidden_bytes: Mapping[str, int]
+    units: Sequence[Unit], windows: Mapping[str, OffloadWindow], gains: Mapping[str, float]
 ) -> dict[str, OffloadWindow]:
-    """Return the windows of one level of nested units: that through which most bytes can be hidden.
+    """Return the windows of one level of nested units: that with the largest sum of gains.
 
     Nor does one offload beside a unit that contains another of that level: their copies would share the link, and those
-    stay that can hide more.
+    stay that gain more.
     """
     ordered = sorted((each for each in units if each.name in windows), key=lambda each: (each.begin, -each.end))
-    best: list[tuple[int, tuple[str, ...]]] = [(0, ())] * len(ordered)
+    best: list[tuple[float, tuple[str, ...]]] = [(0, ())] * len(ordered)
     inside: list[list[int]] = [[] for _ in ordered]
     roots: list[int] = []
     around: list[int] = []
@@ -134,13 +143,13 @@ def choose_level(
         (inside[around[-1]] if around else roots).append(number)
         around.append(number)
     for number in range(len(ordered) - 1, -1, -1):  # those inside come after those around them
-        own = hidden_bytes[ordered[number].name]
+        own = gains[ordered[number].name]
         parts = sum(best[child][0] for child in inside[number])
         names = tuple(name for child in inside[number] for name in best[child][1])
         best[number] = (own, (ordered[number].name,)) if own >= parts else (parts, names)
     chosen = {name for root in roots for name in best[root][1]}
     level: list[Unit] = []
-    for unit in sorted(ordered, key=lambda each: (-hidden_bytes[each.name], each.begin)):
+    for unit in sorted(ordered, key=lambda each: (-gains[each.name], each.begin)):
         beside = windows[unit.name].next
         if unit.name in chosen and not any(
             _is_inside(each, beside) or _is_inside(unit, windows[each.name].next) for each in level
@@ -170,7 +179,8 @@ def add_offload(
     made: list[tuple[Policy, _Subsets]] = []
     freed, time, number, total = [], [], [], []
     for place, policy in enumerate(frontier.policies):
-        subsets = _Subsets(offloadable(unit_columns, policy), window.hidden_bytes(link), least_bytes)
+        free_bytes = 0 if link.compute_s_per_byte else window.hidden_bytes(link)
+        subsets = _Subsets(offloadable(unit_columns, policy), free_bytes, least_bytes)
         sums = subsets.sums
         made.append((policy, subsets))
         freed.append(policy.discarded_bytes + sums)
@@ -243,9 +253,9 @@ def _build_offload(columns: TraceColumns, unit: Unit, policy: Policy, window: Of
 
 
 class _Subsets:
-    """The sums of subsets of some ops' bytes that matter: the largest hidden one, and all larger ones."""
+    """The sums of subsets of some ops' bytes that matter: the largest that costs nothing, and all larger ones."""
 
-    def __init__(self, op_bytes: Ints, hidden_bytes: int, least_bytes: int) -> None:
+    def __init__(self, op_bytes: Ints, free_bytes: int, least_bytes: int) -> None:
         ops = np.flatnonzero(op_bytes >= max(least_bytes, 1))
         ops = ops[np.argsort(-op_bytes[ops], kind="stable")]
         self._items = [(each.reshape(1), int(op_bytes[each])) for each in ops[: ITEMS - 1]]
@@ -260,7 +270,7 @@ class _Subsets:
                 longer = longer[np.unique(np.linspace(0, len(longer) - 1, SUMS).astype(np.int64))]
             self._lists.append(longer)
         sums = self._lists[-1]
-        first = int(np.searchsorted(sums, hidden_bytes, "right")) - 1
+        first = int(np.searchsorted(sums, free_bytes, "right")) - 1
         self.sums: Ints = np.unique(np.concatenate((sums[:1], sums[max(first, 0) :])))
 
     def ops_of(self, total: int) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from memfit.verify.exactness import Difference, Exactness
 from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
-from memfit.verify.measure import mapped_bytes
+from memfit.verify.measure import mapped_bytes, measure_rise, step_ms
 from memfit.verify.prediction import capture_for_plan, replay_on_ranks, replay_plan, without_state
 from memfit.verify.rank_messages import (
     describe_failure,
@@ -12,7 +12,7 @@ from memfit.verify.rank_messages import (
     message_group,
 )
 from memfit.verify.resolve import resolve_step, step_at
-from memfit.verify.state import generators, set_generators
+from memfit.verify.state import Found, generators, set_generators, tensors_in
 from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, RankCheck, Verification
 from memfit.verify.verifying import verify
 
@@ -22,6 +22,7 @@ __all__ = [
     "Difference",
     "Exactness",
     "FailedAt",
+    "Found",
     "MsCheck",
     "RankCheck",
     "Verification",
@@ -34,6 +35,7 @@ __all__ = [
     "is_out_of_memory",
     "locate_failure",
     "mapped_bytes",
+    "measure_rise",
     "message_group",
     "parse_asked_bytes",
     "release",
@@ -42,6 +44,8 @@ __all__ = [
     "resolve_step",
     "set_generators",
     "step_at",
+    "step_ms",
+    "tensors_in",
     "verify",
     "without_state",
 ]

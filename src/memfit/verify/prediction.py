@@ -47,15 +47,16 @@ def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timelin
     return replay(trace_columns, [(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
-def replay_on_ranks(plan: Plan, captured: Trace, engine: Engine, *, planned: bool = True) -> Timeline:
-    """Return the timeline of the first rank with the plan's units sharded by an engine and checkpointed, or not.
+def replay_on_ranks(plan: Plan, captured: Trace, engine: Engine, *, planned: bool = True, rank: int = 0) -> Timeline:
+    """Return the timeline of a rank with the plan's units sharded by an engine and checkpointed, or not.
 
-    The engines have different buffers; a plan predicts those of its own.
+    The engines have different buffers; a plan predicts those of its own, on the first rank.
     """
     options = shard_options_of(plan, engine)
     target = Target.parse(plan.target.device, ranks=plan.ranks, **plan.target.settings)
     timeline = Timeline.of(captured, target.device.allocator.rounding_bytes)
-    sharding = shard(timeline, Runtime.of(captured, Roofline()), target, options)
+    rank %= options.shard_ranks(target.ranks)
+    sharding = shard(timeline, Runtime.of(captured, Roofline()), target, options, rank=rank)
     problem = Problem(
         timeline=timeline,
         runtime=sharding.runtime,

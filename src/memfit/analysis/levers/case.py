@@ -96,6 +96,11 @@ class Case:
         return Runtime.of(self.trace, self.cost)
 
     @property
+    def decided(self) -> frozenset[str]:
+        """The kinds of decisions that the plan was free to take: what it left has no place among the levers."""
+        return frozenset() if self.report.plan is None else frozenset(self.report.problem.options.decided)
+
+    @property
     def hopeless(self) -> bool:
         """Whether there is a plan, and it says that nothing fits."""
         return self.report.plan is not None and self.report.plan.predicted is None

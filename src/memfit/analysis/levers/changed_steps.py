@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,9 @@ from memfit.capture import (
     Implementation,
     Step,
     Trace,
+    batch_rows,
     chunked_losses,
+    divide_step,
     find_copies,
     find_logits,
     implementations_of_step,
@@ -33,7 +35,7 @@ from memfit.capture import (
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.sharding import ShardDtypes
-from memfit.torch_private.pytree import tree_flatten, tree_map_only, tree_unflatten
+from memfit.torch_private.pytree import tree_map_only
 
 _WAYS: dict[Implementation, tuple[str, str]] = {
     "fused": ("fused optimizer", "fused=True"),
@@ -130,7 +132,6 @@ def capture_with_chunked_loss(
 
 
 _ADVICE = "what has a row for each sample must be halved too: take labels from the batch, or write labels[:len(output)]"
-_PLAIN = (int, float, bool, str, type(None))
 
 
 def micro_batch(case: Case) -> Iterator[Lever]:
@@ -144,8 +145,8 @@ def micro_batch(case: Case) -> Iterator[Lever]:
         found = "tensors of different lengths" if rows is None else f"{rows} row{'s' if rows > 1 else ''}"
         case.left_out.append(f"{what}: a batch of {found} cannot be halved")
         return
-    times = 2 * step.accumulation_steps
-    changed = replace(step.with_batch(halve_batch(step.batch)), accumulation_steps=times)
+    changed = divide_step(step, 2)
+    times = changed.accumulation_steps
     captured = case.captured(changed, what=what, advice=_ADVICE)
     if captured is not None:
         yield case.lever(
@@ -155,32 +156,6 @@ def micro_batch(case: Case) -> Iterator[Lever]:
             "captured",
             option=f"--batch {rows // 2} --accumulation-steps {times}",
         )
-
-
-def batch_rows(batch: Any) -> int | None:
-    """Return the size of the first dimension that all tensors of a batch have in common; None when there is none."""
-    leaves = _leaves(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
-    sizes = {tensor.shape[0] for tensor in tensors}
-    return sizes.pop() if len(sizes) == 1 and not strange else None
-
-
-def halve_batch(batch: Any) -> Any:
-    """Return the batch with half as many rows and no data; a tensor that is in two places stays one."""
-    leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return tree_unflatten([halves.get(id(leaf), leaf) for leaf in leaves], shape)
-
-
-def _half(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    return torch.empty((tensor.shape[0] // 2, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
-
-
-def _leaves(batch: Any) -> list[Any]:
-    return tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
 
 
 # bfloat16 where the step uses float32

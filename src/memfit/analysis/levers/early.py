@@ -33,7 +33,7 @@ class _Known:
 
 
 class EarlyCaptures:
-    """Captures of a step that began early; None of each that did not. One runs at a time; the rest end with the block.
+    """Captures of a step that began early; None of each that did not. Those that still run end with the block.
 
     There are none without a step. One with a loop of its own (`Step.run`) is not run more often than its levers need.
     """
@@ -59,8 +59,6 @@ class EarlyCaptures:
         step, target, logits = self._step, self._target, find_logits(trace)
         if step is None or logits is None:
             return
-        if self.in_bfloat16 is not None:
-            self.in_bfloat16.wait()
         classes = logits.shape[-1]
         where = trace.captured_on
         self.with_chunked_loss = ForkedCall(

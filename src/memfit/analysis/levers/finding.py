@@ -25,6 +25,14 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "expandable segments": segments,
 }
 """Every family of levers, by what it tries."""
+DECIDED: dict[str, frozenset[str]] = {
+    "the optimizer's step": frozenset({"optimizer"}),
+    "a chunked loss": frozenset({"loss"}),
+    "a smaller micro-batch": frozenset({"micro_batch"}),
+    "offloading": frozenset({"offload", "cpu_offload"}),
+    "expandable segments": frozenset({"segments"}),
+}
+"""The kinds of decisions that leave nothing to a family of levers, once a plan was asked to take all of them."""
 _Tried = dict[str, tuple[list[Lever], list[str]]]
 """By family: its levers, and what could not be worked out."""
 
@@ -51,6 +59,9 @@ def _try(case: Case, families: Iterable[str], watch: Callable[[str], None] | Non
         if watch is not None:
             watch(what)
         before = len(case.left_out)
+        if what in DECIDED and DECIDED[what] <= case.decided:
+            tried[what] = [], []
+            continue
         levers = [lever for lever in LEVERS[what](case) if case.matters(lever.saves_bytes)]
         tried[what] = levers, case.left_out[before:]
         del case.left_out[before:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.replanned import wrapped
 from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Parameter, Phase
 from memfit.cost import Collective, Runtime
-from memfit.hardware import Family, load_device
-from memfit.sharding import ShardDtypes, shard, shard_bytes
-from memfit.units import display_bytes, display_ms
+from memfit.sharding import HostStep, ShardDtypes, shard, shard_bytes
+from memfit.units import display_bytes
 
 
 def offload(case: Case) -> Iterator[Lever]:
@@ -22,9 +21,10 @@ def offload(case: Case) -> Iterator[Lever]:
         return
     if case.target.ranks == 1:
         yield from _optimizer(case)
-    elif case.report.problem.options.shard.parallel == "fsdp":
+    elif case.report.problem.options.shard.parallel == "fsdp" and "cpu_offload" not in case.decided:
         yield from _shards(case)
-    yield from _activations(case)
+    if "offload" not in case.decided:
+        yield from _activations(case)
 
 
 def _optimizer(case: Case) -> Iterator[Lever]:
@@ -36,7 +36,7 @@ def _optimizer(case: Case) -> Iterator[Lever]:
     left = case.timeline.during_bytes - state - temporaries
     trained = [each for each in case.trace.parameters if each.trainable]
     moved = sum(case.trace.storages[each.storage].bytes for each in trained)
-    host = _HostStep.of(case, moved, sum(_state_bytes(case, each) for each in trained))
+    host = HostStep.of(moved, sum(_state_bytes(case, each) for each in trained))
     named = case.trace.optimizer.split(", ")[0] or "AdamW"
     yield case.lever(
         "optimizer on the host",
@@ -64,7 +64,7 @@ def _shards(case: Case) -> Iterator[Lever]:
     trained = [each for each in case.trace.parameters if each.trainable]
     kept = {each: shard_bytes(each, case.target.ranks, dtypes.kept(each)) for each in trained}
     state = sum(_state_bytes(case, each) * kept[each] // max(1, _whole_bytes(case, each)) for each in trained)
-    host = _HostStep.of(case, sum(kept.values()), state)
+    host = HostStep.of(sum(kept.values()), state)
     waits_ms = sharding.exposed_ms - given.exposed_ms
     steps_ms = given.runtime.by_phase_ms[Phase.OPTIMIZER]
     there = sum(each.host_bytes for each in sharding.transfers if each.kind is Collective.ALL_GATHER)
@@ -81,32 +81,6 @@ def _shards(case: Case) -> Iterator[Lever]:
         assumes=f"{display_bytes(there)} over {_link(case)} for gathers and {display_bytes(back)} back, "
         f"beside compute where there is enough of it; {host}",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostStep:
-    """The optimizer's step on the host: everything it reads and writes, once, at the bandwidth of one thread."""
-
-    moved_bytes: int
-    bandwidth_bytes_per_s: float
-
-    @classmethod
-    def of(cls, case: Case, parameter_bytes: int, state_bytes: int) -> _HostStep:
-        """Return the host's step: parameters, gradients and state are read, parameters and state written."""
-        cpu = load_device("cpu")
-        reached = cpu.memory_bandwidth_bytes_per_s * cpu.efficiency[Family.OPTIMIZER].bandwidth
-        return cls(moved_bytes=3 * parameter_bytes + 2 * state_bytes, bandwidth_bytes_per_s=reached)
-
-    @property
-    def step_ms(self) -> float:
-        """How long it takes."""
-        return self.moved_bytes / self.bandwidth_bytes_per_s * 1e3
-
-    def __str__(self) -> str:
-        return (
-            f"{display_ms(self.step_ms)} for the step on the host, {display_bytes(self.moved_bytes)} at "
-            f"{self.bandwidth_bytes_per_s / 1e9:.3g} GB/s, memfit's figure of a CPU's thread: more threads take less"
-        )
 
 
 def _activations(case: Case) -> Iterator[Lever]:

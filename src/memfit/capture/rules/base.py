@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.hardware import Device
+
 Rule = Callable[..., Any]
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -31,6 +33,19 @@ class RuleContext:
     compiled: bool = False
     several_ranks: bool = False
     notes: dict[str, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, device: Device, *, compiled: bool = False, several_ranks: bool = False) -> RuleContext:
+        """Return what rules may know of a device."""
+        return cls(
+            device_type=device.type,
+            compute_capability=device.compute_capability,
+            threads=device.threads or torch.get_num_threads(),
+            multiprocessors=device.multiprocessors or 0,
+            vendor=device.vendor,
+            compiled=compiled,
+            several_ranks=several_ranks,
+        )
 
     def note(self, text: str) -> None:
         """Say once, in the trace's notes, what is not exact."""

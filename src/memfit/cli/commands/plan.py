@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,7 @@ from memfit.cli.problems import UsageError, check_files
 from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
-    from memfit.analysis import EarlyCaptures, Lever
+    from memfit.analysis import EarlyCaptures
     from memfit.hardware import Target
 
 
@@ -57,7 +58,7 @@ class Plan:
         step = given.step
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
-        changes = self.solver.loss_chunks is not None or set(self.solver.decide) - {"offload"}
+        changes = self.solver.loss_chunks is not None or {"loss", "optimizer", "micro_batch"} & set(self.solver.decide)
         if changes and isinstance(step, Trace):
             raise UsageError("--decide and --loss-chunks capture the step in other ways; give the step, not its trace")
         given.show()
@@ -70,7 +71,6 @@ class Plan:
         from memfit.capture import CHUNKS, Step
         from memfit.plans import MOST_CHUNKS, Inputs, plan_problem, resolve_cost
         from memfit.report import levers_in_short, plan_report
-        from memfit.solve import DEFAULT_DECISIONS
 
         step = given.step
         trace = capture_step(step, target, self.hardware, self.solver)
@@ -79,7 +79,7 @@ class Plan:
         options = solve_options(
             self.solver, trace, several_ranks=ranks > 1, ranks=ranks, optimizer=self.optimizer_lever
         )
-        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in (options.decide or DEFAULT_DECISIONS) else CHUNKS)
+        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in options.decided else CHUNKS)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
             trace=trace,
@@ -90,17 +90,18 @@ class Plan:
         found, problem = plan_problem(inputs, budget=self.hardware.budget, early=early.chunked_trace)
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
-        levers: tuple[Lever, ...] | None = None
+        if self.json:
+            show_json(found)
+        else:
+            show(plan_report(found, next_step=not self._shows_levers))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # the plan is known; levers take as long again
         if self.file.any or self._shows_levers:
             report = Report(problem=problem, plan=found, title=given.title)
             levers = find_levers(report, step, self.step.cost, early) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
-        if self.json:
-            show_json(found)
-        else:
-            show(plan_report(found, next_step=levers is None))
-            if levers is not None:
+            if levers is not None and not self.json:
                 show(levers_in_short(levers, found, self._explain()))
         return 3 if found.status == "infeasible" else 0
 

@@ -1,4 +1,4 @@
-"""`memfit search`: the best batch size, the longest sequence, how many ranks, the best shape of a mesh."""
+"""`memfit search`: the best batch size, the longest sequence, how many ranks, the best mesh, the best device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from memfit.cli.commands.search_device import DeviceSearchRun
 from memfit.cli.commands.search_mesh import MeshSearchRun
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
-from memfit.cli.output import say, show_result
+from memfit.cli.output import say, show_result, write_search
 from memfit.cli.problems import STOPPED, UsageError
 from memfit.cli.resolve import ResolvedStep, capture_step, resolve_steps, resolve_target, solve_options
 
@@ -25,7 +27,7 @@ _WHAT = {"batch": "batch size", "seq": "sequence length", "ranks": "number of ra
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The batch size with the highest throughput, the longest sequence that fits, what more ranks do, or the best mesh.
+    """The batch size with the highest throughput, the longest sequence, what more ranks do, the best mesh or device.
 
     Every value gets its own fastest plan, and is told of on the error output when it has been tried. Ctrl-C ends the
     search and shows what was found so far; the exit code is then 130. STEP is a shape, an hf: configuration, or a
@@ -35,20 +37,26 @@ class Search:
     (--global-batch), or with --batch that of each data-parallel rank. A step of your own has a model factory that takes
     `mesh`, and --dims says which dimensions it knows.
 
+    Over device, STEP is planned on every GPU that memfit knows, or on --values; --ranks of each. Prices are list prices
+    with source and date, where they are known, or yours (--price).
+
     examples:
       memfit search llama3-8b --target h100-sxm --ranks 8 --seq 8192
       memfit search llama3-8b --over seq --target h100-sxm --ranks 8 --batch 1
       memfit search train.py:step --over ranks --target a100-sxm-80gb --largest 32
       memfit search llama3-8b --over mesh --gpus 64 --target h100-sxm --seq 8192
+      memfit search llama3.2-1b --over device --batch 4 --seq 4096 --price rtx-4090=0.5
     """
 
     step: TimedStepOptions
     hardware: HardwareOptions
     solver: SolverOptions
-    over: Annotated[Literal["batch", "seq", "ranks", "mesh"], arg("{batch,seq,ranks,mesh}", "batch")] = "batch"
+    over: Annotated[
+        Literal["batch", "seq", "ranks", "mesh", "device"], arg("{batch,seq,ranks,mesh,device}", "batch")
+    ] = "batch"
     """What to search for."""
     values: Annotated[str | None, arg("N,N,...")] = None
-    """Try these, until one does not fit; over mesh these shapes, as in dp=32,tp=2/dp=16,tp=4."""
+    """Try these, until one does not fit; over mesh these shapes, as in dp=32,tp=2/dp=16,tp=4; over device these."""
     largest: Annotated[Count, arg("N")] = None
     """Do not go beyond this."""
     gpus: Annotated[Count, arg("N")] = None
@@ -57,12 +65,22 @@ class Search:
     """Over mesh: its dimensions, outermost first, as in dp,tp; the last lies inside a node."""
     global_batch: Annotated[Count, arg("N", "one sample for each GPU")] = None
     """Over mesh: samples of all data-parallel ranks together."""
+    price: Annotated[str | None, arg("DEVICE=DOLLARS,...")] = None
+    """Over device: what an hour of one device costs you, as in h100-sxm=2.5,l40s=0.9."""
+    html: Annotated[Path | None, arg("FILE")] = None
+    """Write a page with the frontier as a picture, which opens in a browser."""
     json: Json = False
     """Print JSON."""
 
     def run(self) -> int:
+        if self.over != "device" and self.price is not None:
+            raise UsageError("--price is for --over device; leave it out, or add that")
         if self.over == "mesh":
+            if self.html is not None:
+                raise UsageError("--html is for the other searches; --over mesh prints its table, or --json")
             return MeshSearchRun(self).run()
+        if self.over == "device":
+            return DeviceSearchRun(self).run()
         self._check()
         for name in ("gpus", "dims", "global_batch"):
             if getattr(self, name) is not None:
@@ -101,21 +119,27 @@ class Search:
                 largest=self.largest,
                 cost=self.step.cost,
                 options=options,
-                watch=partial(self._tell, began),
+                watch=partial(self._tell, began, set()),
             )
         except SearchInterrupted as interrupt:
             if not interrupt.found.points:
                 raise
             found, code = interrupt.found, STOPPED
+        write_search(found, self.html)
         show_result(found, json=self.json)
         return code or (0 if found.fits else 3)
 
-    def _tell(self, began: float, point: SearchPoint) -> None:
-        """Say what was found for one value."""
+    def _tell(self, began: float, told: set[int], point: SearchPoint) -> None:
+        """Say what was found for one value, and of the best once more that it is proven."""
         from memfit.report import display_rate
         from memfit.units import display_bytes, display_ms
 
         seconds = f"{time.monotonic() - began:.0f} s"
+        if point.value in told:
+            step = "" if point.step_ms is None else f": {display_ms(point.step_ms)} a step"
+            say(f"{self.over} {point.value} once more, no plan is faster{step} ({seconds})")
+            return
+        told.add(point.value)
         if point.step_ms is None or point.peak_bytes is None:
             least = point.minimum_budget_bytes
             needs = "" if least is None else f", which needs {display_bytes(least)}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.options import Json, StepOptions, arg, number
+from memfit.cli.options import Engines, Json, StepOptions, arg, number
 from memfit.cli.output import show, show_json, to_json, write_text
 from memfit.cli.problems import DONE, FAILED, UsageError, check_files
 from memfit.cli.resolve import read_plan, resolve_step
@@ -34,12 +34,14 @@ class Verify:
     examples:
       memfit verify plan.json train.py:step
       memfit verify plan.json train.py:step --time-tolerance 0.3 --json
-      torchrun --nproc-per-node 2 -m memfit verify plan.json train.py:step
+      torchrun --nproc-per-node 2 -m memfit verify plan.json train.py:step --engine fsdp2
     """
 
     plan: Annotated[tyro.conf.Positional[Path], arg("PLAN")]
     """The plan, as `memfit plan -o` or Plan.save wrote it."""
     step: StepOptions
+    engine: Annotated[Engines, arg("{fsdp2,sharded}", "the plan's, or sharded")] = None
+    """What shards the model, for a plan of several ranks that leaves it open."""
     steps: Annotated[int, arg("N", "3")] = 3
     """Steps whose median is the measured time."""
     memory_tolerance: Annotated[float, arg("PART", "0.01")] = 0.01
@@ -70,6 +72,7 @@ class Verify:
                         self.steps,
                         memory_tolerance=self.memory_tolerance,
                         time_tolerance=self.time_tolerance,
+                        engine=self.engine,
                     )
             except MemfitError:
                 if rank == 0:
@@ -103,7 +106,13 @@ def _ranks(plan: Plan) -> Iterator[int]:
     import torch
     import torch.distributed as dist
 
-    if plan.shard is None or "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
+    started = "TORCHELASTIC_RUN_ID" in os.environ
+    if plan.shard is not None and not started and not dist.is_initialized():
+        raise UsageError(
+            f"this plan is for {plan.ranks} ranks, which verify it together: write torchrun --nproc-per-node "
+            f"{plan.ranks} -m memfit verify ... in place of memfit verify ..."
+        )
+    if plan.shard is None or not started or dist.is_initialized():
         yield dist.get_rank() if plan.shard is not None and dist.is_initialized() else 0
         return
     cuda = plan.trace.device_type == "cuda"

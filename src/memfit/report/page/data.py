@@ -14,7 +14,9 @@ from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Estimate, Plan, ShardPlan, describe_peak
 from memfit.report.assumed import list_assumptions
+from memfit.report.decided import DECIDED_COLUMNS, decision_cells, decisions_of, describe_price
 from memfit.report.decisions import list_decisions
+from memfit.report.lanes import LANES
 from memfit.report.mesh_display import dimension_values
 from memfit.report.page.drawn import draw_timeline
 from memfit.report.tree import Strings, module_tree
@@ -41,6 +43,12 @@ def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
         "timelines": timelines,
         "tree": module_tree(report, strings),
         "estimates": _estimates(report),
+        "lanes": LANES,
+        "decided": {
+            "columns": DECIDED_COLUMNS,
+            "rows": [decision_cells(each) for each in decisions_of(plan)],
+            "price": "" if plan is None else describe_price(plan),
+        },
         "decisions": list_decisions(report),
         "curve": None if report.curve is None else _curve(report.curve, plan),
         "shard": _shard(plan.shard, report.problem.sharding) if plan is not None and plan.shard is not None else None,
@@ -66,6 +74,7 @@ def _estimates(report: Report) -> list[dict[str, Any]]:
         found.append(_estimate("with the plan", predicted, reserves))
         found[-1]["recompute_ms"] = predicted.recompute_ms
         found[-1]["exposed_ms"] = predicted.exposed_communication_ms if plan.ranks > 1 else None
+        found[-1]["offload_ms"] = predicted.exposed_offload_ms if plan.offload_link else None
     elif plan.blocker is not None:
         blocker = plan.blocker
         found.append(_column("the lowest there is", blocker.peak_bytes, blocker.peak_by_category))

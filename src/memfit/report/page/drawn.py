@@ -18,7 +18,8 @@ from memfit.analysis import Report, allocation_bytes, round_to_block
 from memfit.capture import NO_INDEX, Category, Phase, short
 from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
 from memfit.paths import alike, module_label
-from memfit.report.streams import build_clock
+from memfit.report.lanes import Span, build_lanes
+from memfit.report.streams import Clock, build_clock
 from memfit.report.tree import Strings
 
 POINTS = 2000
@@ -47,7 +48,8 @@ def draw_timeline(report: Report, timeline: Timeline, strings: Strings) -> dict[
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
     instants = choose_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
-    starts_ms = build_clock(report, timeline).begins_ns / 1e6
+    clock = build_clock(report, timeline)
+    starts_ms = clock.begins_ns / 1e6
     phase_at = np.zeros(len(timeline.op), np.int64)
     for phase, begin, end in phases:
         phase_at[begin:end] = phase
@@ -95,7 +97,17 @@ def draw_timeline(report: Report, timeline: Timeline, strings: Strings) -> dict[
             [strings[module_label(timeline.units[run].name)], begin, end, _ms(edges_ms[begin]), _ms(edges_ms[end])]
             for run, begin, end in runs
         ],
+        "lanes": {
+            key: [_drawn_span(span, clock, strings) for span in spans]
+            for key, spans in build_lanes(report, timeline, clock).items()
+        },
     }
+
+
+def _drawn_span(span: Span, clock: Clock, strings: Strings) -> list[float]:
+    """Return what it is, the instants and the times from and to which it runs, and its bytes."""
+    first, last = (int(np.searchsorted(clock.begins_ns, ns)) for ns in (span.begin_ns, span.end_ns))
+    return [strings[span.what], first, max(last, first), span.begin_ns / 1e6, span.end_ns / 1e6, span.size_bytes]
 
 
 def choose_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:

@@ -37,17 +37,17 @@ def write_page(report: Report, path: str | os.PathLike[str], *, levers: Sequence
 def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
     """Return the page; the same report gives the same text."""
     words = headline(report)
-    style = _asset("page.css")
-    script = "'use strict';\n(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
+    style = load_asset("page.css")
+    script = "'use strict';\n(() => {\n" + "\n".join(map(load_asset, _SCRIPTS)) + "\n})();\n"
     parts = {
         "title": html.escape(words.title),
-        "policy": f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
+        "policy": f'<meta http-equiv="Content-Security-Policy" content="{page_policy(style, script)}">',
         "style": f"<style>{style}</style>",
         "headline": _markup(words),
         "data": f'<script type="application/json" id="data">{safe_json(page_data(report, levers))}</script>',
         "script": f"<script>{script}</script>",
     }
-    return _MARK.sub(lambda match: parts[match[1]], _asset("page.html"))
+    return _MARK.sub(lambda match: parts[match[1]], load_asset("page.html"))
 
 
 def safe_json(data: object) -> str:
@@ -71,10 +71,11 @@ def _with_units(text: str) -> str:
     return re.sub(r"(?<=\d) (?=[KMGT]iB\b|B\b|[mu]?s\b)", "&nbsp;", text)
 
 
-def _policy(style: str, script: str) -> str:
+def page_policy(style: str, script: str | None = None) -> str:
+    """Return the content security policy of a page with this style and, if any, this script."""
+    scripts = "" if script is None else f" script-src '{_hash(script)}';"
     return (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none';{scripts} style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
@@ -82,5 +83,6 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _asset(name: str) -> str:
+def load_asset(name: str) -> str:
+    """Return the text of a file that pages are put together from."""
     return (resources.files("memfit.report.page") / "assets" / name).read_text("utf-8")

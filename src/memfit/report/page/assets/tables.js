@@ -41,6 +41,7 @@ function estimates(data) {
     some('step_ms') && { name: 'step', of: value('step_ms', showMs), total: true },
     some('recompute_ms') && { name: 'recomputing', of: value('recompute_ms', showMs) },
     some('exposed_ms') && { name: 'waiting for communication', of: value('exposed_ms', showMs) },
+    some('offload_ms') && { name: 'waiting for offload', of: value('offload_ms', showMs) },
   ].filter(Boolean);
   byId('estimates').append(table([
     { name: data.ranks > 1 ? `on each of ${data.ranks} ranks` : '', head: true,
@@ -51,9 +52,20 @@ function estimates(data) {
   ], rows));
 }
 
+// What kinds of decisions were taken together: what each saves, what it costs, and the price of a GiB there.
+function decidedTable({ columns, rows, price }) {
+  if (!rows.length) return null;
+  return make('div', { class: 'block' }, table(columns.map((name, place) => ({
+    name, head: place === 0, number: place > 1, of: (row) => row[place],
+  })), rows, { cards: true, caption: `Decided together${price ? `; ${price}` : ''}.` }));
+}
+
 function decisionTable(data) {
-  if (!data.decisions.length) return false;
-  const tones = { kept: 1, 'partly saved': 2, 'runs again in full': 3 };
+  const together = decidedTable(data.decided);
+  if (together) byId('decisions-body').append(together);
+  if (!data.decisions.length) return Boolean(together);
+  const tones = { kept: 1, 'partly saved': 2, 'runs again in full': 3, offloaded: 4, 'partly offloaded': 4 };
+  const away = data.decisions.some((row) => row.all_away_bytes);
   byId('decisions-body').append(table([
     { name: 'unit', head: true, of: (row) => make('span', {}, mono(row.unit), row.kind && row.kind !== row.unit ? make('span', { class: 'soft', text: ` ${row.kind}` }) : null) },
     { name: 'units', number: true, of: (row) => String(row.units), sort: (row) => row.units },
@@ -64,11 +76,12 @@ function decisionTable(data) {
       return tag;
     } },
     { name: 'drops', number: true, of: (row) => (row.all_bytes ? make('span', {}, showBytes(row.all_bytes), small(row.units > 1 ? `${showBytes(row.drops_bytes)} each` : '')) : ''), sort: (row) => row.all_bytes },
+    away && { name: 'offloads', number: true, of: (row) => (row.all_away_bytes ? make('span', {}, showBytes(row.all_away_bytes), small(row.units > 1 ? `${showBytes(row.away_bytes)} each` : '')) : ''), sort: (row) => row.all_away_bytes },
     { name: 'recomputing', number: true, of: (row) => (row.all_bytes ? make('span', {}, showMs(row.all_ms), small(row.units > 1 ? `${showMs(row.each_ms)} each` : '')) : ''), sort: (row) => row.all_ms },
-    { name: 'keeps', of: (row) => (row.all_bytes ? make('span', {}, row.keeps_bytes ? showBytes(row.keeps_bytes) + (row.units > 1 ? ' each' : '') : 'nothing', row.keeps ? small(row.keeps, true) : null) : row.keeps) },
+    { name: 'keeps', of: (row) => (row.decision !== 'kept' ? make('span', {}, row.keeps_bytes ? showBytes(row.keeps_bytes) + (row.units > 1 ? ' each' : '') : 'nothing', row.keeps ? small(row.keeps, true) : null) : row.keeps) },
     { name: 'runs again', of: (row) => (row.again ? mono(row.again) : '') },
     { name: 'why', of: (row) => row.why, sort: (row) => row.rate },
-  ], data.decisions, { cards: true, caption: 'Units whose paths differ in numbers only and that get the same policy are one row.' }));
+  ].filter(Boolean), data.decisions, { cards: true, caption: 'Units whose paths differ in numbers only and that get the same policy are one row.' }));
   return true;
 }
 

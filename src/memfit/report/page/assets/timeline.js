@@ -2,6 +2,9 @@
 // A budget so many times the peak is not drawn to scale: everything else would be flat.
 const FAR = 2.5;
 // From the bottom up: what stays, then what comes and goes.
+// Lanes under the phases, with what stands beside them: copies, collectives, recomputes and chunks of the loss.
+const LANE = 18;
+const LANE_NAMES = { recompute: 'recompute', chunk: 'loss', away: 'to host', back: 'back', gather: 'gather', reduce: 'reduce' };
 const STACK = [0, 5, 1, 9, 6, 2, 7, 8, 3, 4];
 
 function timelineChart(data, state) {
@@ -33,6 +36,7 @@ function timelineChart(data, state) {
   const line = () => data.timelines[state.variant];
   const across = () => (state.axis === 'ms' ? line().ms : line().instant);
   const most = () => (state.axis === 'ms' ? line().total_ms : line().instants) || 1;
+  const lanes = () => Object.entries(line().lanes);
   const ends = (span) => (state.axis === 'ms' ? [span[3], span[4]] : [span[1], span[2]]);
 
   function layout() {
@@ -40,7 +44,7 @@ function timelineChart(data, state) {
     const narrow = width < 520;
     const far = data.budget_bytes > FAR * line().peak_bytes;
     const top = (far ? line().peak_bytes : Math.max(data.budget_bytes, line().peak_bytes)) * 1.15;
-    const left = narrow ? 50 : 64, right = 10, above = 12, below = 48;
+    const left = narrow ? 62 : 72, right = 10, above = 12, below = 42 + LANE * lanes().length;
     const plot = { left, top: above, width: width - left - right, height: height - above - below };
     return {
       width, height, narrow, plot, top, far,
@@ -119,30 +123,39 @@ function timelineChart(data, state) {
     for (const tick of marks) {
       const shown = state.axis === 'ms' ? shortMs(tick) : tick.toLocaleString('en');
       context.textAlign = tick === 0 ? 'left' : x(tick) > plot.left + plot.width - 24 ? 'right' : 'center';
-      context.fillText(shown, x(tick), plot.top + plot.height + 32);
+      context.fillText(shown, x(tick), plot.top + plot.height + 26 + LANE * lanes().length);
     }
   }
 
-  // Under the plot: where units run a second time, and the phases.
+  // Under the plot: the phases, and a lane for each kind of thing that the plan does.
   function strips(context, bottom) {
     const { x, plot } = box;
-    context.fillStyle = colour('faint');
-    context.fillRect(plot.left, bottom + 3, plot.width, 5);
-    context.fillStyle = colour('accent');
-    for (const run of line().runs) {
-      const [from, to] = ends(run);
-      context.fillRect(x(from), bottom + 3, Math.max(1, x(to) - x(from)), 5);
-    }
+    lanes().forEach(([key, spans], number) => {
+      const top = bottom + 26 + LANE * number;
+      context.fillStyle = colour('faint');
+      context.fillRect(plot.left, top, plot.width, LANE - 4);
+      context.fillStyle = colour(`lane-${key}`);
+      for (const span of spans) {
+        const [from, to] = ends(span).map(x);
+        context.fillRect(from, top, Math.max(1, to - from - 0.5), LANE - 4);
+      }
+      context.fillStyle = colour('soft');
+      context.font = `11px ${FONT}`;
+      context.textAlign = 'right';
+      context.textBaseline = 'middle';
+      context.fillText(LANE_NAMES[key], plot.left - 6, top + LANE / 2 - 2);
+    });
+    context.font = `12px ${FONT}`;
     context.textBaseline = 'middle';
     context.textAlign = 'center';
     line().phases.forEach((span, number) => {
       const [from, to] = ends(span).map(x);
       context.fillStyle = colour(number % 2 ? 'faint' : 'line');
-      context.fillRect(from, bottom + 11, Math.max(0, to - from), 18);
+      context.fillRect(from, bottom + 4, Math.max(0, to - from), 18);
       const name = data.phases[span[0]];
       if (context.measureText(name).width + 8 < to - from) {
         context.fillStyle = colour('ink');
-        context.fillText(name, (from + to) / 2, bottom + 20.5);
+        context.fillText(name, (from + to) / 2, bottom + 13.5);
       }
       if (number) {
         context.strokeStyle = colour('soft');
@@ -210,13 +223,39 @@ function timelineChart(data, state) {
     const px = x(across()[place]);
     context.strokeStyle = colour('ink');
     context.lineWidth = 1;
-    segment(context, Math.round(px) + 0.5, plot.top, Math.round(px) + 0.5, plot.top + plot.height + 30);
+    segment(context, Math.round(px) + 0.5, plot.top, Math.round(px) + 0.5, plot.top + plot.height + 22 + LANE * lanes().length);
     context.fillStyle = colour('card');
     context.beginPath();
     context.arc(px, y(levels(state.variant).total[place]), 4, 0, 2 * Math.PI);
     context.fill();
     context.stroke();
     details();
+  }
+
+  const words = (key, span) => `${data.lanes[key]}: ${text(span[0])}, ${showBytes(span[5])}`;
+
+  // What lanes show at this instant, as rows of facts; a recompute is in the phase already.
+  function beside(ms, instant) {
+    return lanes().filter(([key]) => key !== 'recompute').flatMap(([key, spans]) => spans
+      .filter((span) => span[3] <= ms && ms < Math.max(span[4], span[3] + 1e-9) && (state.axis === 'ms' || span[1] <= instant))
+      .slice(0, 1).map((span) => ['meanwhile', words(key, span)]));
+  }
+
+  // What is under the pointer in a lane, in a note beside it.
+  function tell(event) {
+    const note = byId('lane-note'), { left, top } = chart.getBoundingClientRect();
+    const px = event.clientX - left, py = event.clientY - top - box.plot.top - box.plot.height - 26;
+    const [key, spans] = lanes()[Math.floor(py / LANE)] || [];
+    const reach = 3;
+    const found = py >= 0 && spans && spans.find((span) => {
+      const [from, to] = ends(span).map(box.x);
+      return px >= from - reach && px <= Math.max(to, from + 1) + reach;
+    });
+    note.hidden = !found;
+    if (!found) return;
+    note.textContent = `${words(key, found)}, ${showMs(found[4] - found[3])}`;
+    note.style.top = `${event.clientY - top - 40}px`;
+    note.style.left = `${Math.max(0, Math.min(px - note.offsetWidth / 2, box.width - note.offsetWidth))}px`;
   }
 
   function details() {
@@ -233,6 +272,7 @@ function timelineChart(data, state) {
       ['source', found.source[place] >= 0 ? text(found.source[place]) : 'none of the user’s', found.source[place] >= 0],
       ['in use', `${showBytes(total)}${place === found.peak ? ', the peak' : ''}`],
       [data.budget_is, left >= 0 ? `${showBytes(left)} left` : `${showBytes(-left)} too much`],
+      ...beside(found.ms[place], found.instant[place]),
       ...(found.workspace[place] ? [['workspace', `${showBytes(found.workspace[place])} of this op`]] : []),
       ['when', `${showMs(found.ms[place])}, instant ${found.instant[place].toLocaleString('en')} of ${found.instants.toLocaleString('en')}`],
     ]);
@@ -292,8 +332,13 @@ function timelineChart(data, state) {
     return best;
   }
 
-  chart.addEventListener('pointermove', (event) => move(nearest(event.clientX)));
-  chart.addEventListener('pointerdown', (event) => move(nearest(event.clientX)));
+  for (const kind of ['pointermove', 'pointerdown']) {
+    chart.addEventListener(kind, (event) => {
+      move(nearest(event.clientX));
+      tell(event);
+    });
+  }
+  chart.addEventListener('pointerleave', () => { byId('lane-note').hidden = true; });
   chart.addEventListener('keydown', (event) => {
     const count = line().instant.length, jump = Math.max(1, Math.round(count / 20));
     const to = {
@@ -320,6 +365,7 @@ function timelineChart(data, state) {
   chart.setAttribute('aria-valuemin', 0);
   let shown = null;
   return function draw() {
+    chart.style.setProperty('--lanes', lanes().length);
     if (shown !== state.variant) {
       shown = state.variant;
       place = line().peak;

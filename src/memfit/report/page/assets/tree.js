@@ -1,5 +1,5 @@
 // The modules as an icicle: as wide as the memory that they hold at the peak, or as the time that they run.
-const DECISIONS = ['has units inside', 'kept', 'partly saved, partly run again', 'run again in full'];
+const DECISIONS = ['has units inside', 'kept', 'partly saved, partly run again', 'run again in full', 'offloaded'];
 const TIMES = ['forward', 'backward', 'recomputing', 'optimizer', 'waiting for communication'];
 const ROW = 26;
 const LISTED = 60;
@@ -279,7 +279,7 @@ function moduleTree(data, state) {
   });
   byId('search').addEventListener('input', search);
 
-  const legend = decided ? [1, 2, 3].map((code) => make('li', {}, swatch(`decision-${code}`), DECISIONS[code])) : [];
+  const legend = decided ? [1, 2, 3, 4].filter((code) => code < 4 || tree.decision.includes(code)).map((code) => make('li', {}, swatch(`decision-${code}`), DECISIONS[code])) : [];
   if (shard.size) legend.push(make('li', {}, swatch('shard', 'band'), 'gathers its parameters as one unit'));
   put(byId('legend'), ...legend);
   crumbs();

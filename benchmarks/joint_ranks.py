@@ -1,0 +1,200 @@
+"""Joint plans on two ranks over Gloo, with both engines, against planning less, in parts, and by hand.
+
+What `joint.py` does in one process, for sharded steps: one thread a rank, links and disk calibrated by all ranks at
+once (`torchrun -m memfit calibrate`), plans by rank 0, steps of all methods by turns behind a barrier, the slowest rank
+counts, medians. Budgets lie between the smallest that checkpointing alone can meet and what the sharded step needs.
+
+- joint: `decide=("loss", "offload", "reshard", "prefetch")`
+- checkpointing: the plan that recomputes and nothing else, resharding always
+- kept first: no unit is resharded after its forward, then checkpointing; loss first: 16 chunks, then checkpointing
+- every block: all blocks checkpointed, resharding always; it takes no budget and counts where it fits
+
+Peaks and gradients of the joint plans are verified on both ranks. `--quick` is a smoke test with tiny models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import transformers
+from quality.models import CASES, Case
+from torch import nn
+
+import memfit
+from memfit.cost import calibrate_on_ranks
+from memfit.plans import Plan
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
+from memfit.units import MiB
+
+RANKS = 2
+PARTS = (0.1, 0.5)
+ENGINES = ("fsdp2", "sharded")
+SHAPES = {"llama": {"vocabulary": 4096, "batch": 2}, "gpt2": {"vocabulary": 4096, "batch": 2}}
+JOINT, EVERY = "joint", "every block"
+
+
+def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
+    """What each method may decide."""
+    shard = ShardOptions(engine=engine)  # type: ignore[arg-type]
+    kept = ShardOptions(engine=engine, reshard_after_forward=False)  # type: ignore[arg-type]
+    return {
+        JOINT: SolveOptions(shard=shard, decide=("loss", "offload", "reshard", "prefetch")),
+        "checkpointing": SolveOptions(shard=shard),
+        "kept first": SolveOptions(shard=kept),
+        "loss first": SolveOptions(shard=shard, loss_chunks=16),
+        EVERY: SolveOptions(shard=shard, force=blocks),
+    }
+
+
+def make_plans(case: Case, engine: str, target: str) -> list[tuple[str, int | None, str]]:
+    """Plan every method for every budget; methods that find nothing are left out."""
+    asked: dict[str, Any] = {"target": target, "ranks": RANKS, "progress": False}
+    ways = options_of(engine, case.blocks)
+    tight = memfit.plan(case.step(), budget="1KiB", options=ways["checkpointing"], **asked)
+    least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
+    assert least is not None
+    found = [(EVERY, None, memfit.plan(case.step(), options=ways[EVERY], **asked).to_json())]
+    for part in PARTS:
+        budget = int(least + part * (most - least))
+        for method, options in ways.items():
+            if method != EVERY:
+                plan = memfit.plan(case.step(), budget=budget, options=options, **asked)
+                found += [] if plan.predicted is None else [(method, budget, plan.to_json())]
+    return found
+
+
+def trained(case: Case, plan: Plan) -> Callable[[], None]:
+    """Return what trains a model of its own under a plan, one step."""
+    step = case.step()
+    model = step.model
+    assert isinstance(model, nn.Module)
+    applied, optimizer = plan.apply(model, step.build_optimizer(model))
+    return lambda: step.execute(applied, optimizer, "cpu")
+
+
+def measure(steps: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Return the median time of each on the slowest rank, by turns."""
+    times = torch.zeros(rounds, len(steps), dtype=torch.float64)
+    for step in steps * 2:
+        step()
+    for number in range(rounds):
+        for place in range(len(steps)):
+            turn = (place + number) % len(steps)
+            dist.barrier()
+            began = time.perf_counter()
+            steps[turn]()
+            times[number, turn] = 1e3 * (time.perf_counter() - began)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return times.median(0).values.tolist()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    folder, target = Path(arguments.folder), "cpu-2-ranks"
+    calibration = calibrate_on_ranks(name=target, progress=False)
+    if dist.get_rank() == 0:
+        calibration.save(folder / f"{target}.toml")
+    dist.barrier()
+    rows = []
+    for name in arguments.models:
+        for engine in arguments.engines:
+            case = CASES[name](arguments.quick, **SHAPES[name])
+            told = [make_plans(case, engine, target) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(told)
+            made = [(method, budget, Plan.from_json(text)) for method, budget, text in told[0] or ()]
+            checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
+            keys = [_key(plan) for _, _, plan in made]
+            different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}
+            measured = measure([trained(case, plan) for plan in different.values()], arguments.rounds)
+            of_key = dict(zip(different, measured, strict=True))
+            times = [of_key[key] for key in keys]
+            rows.append(
+                {
+                    "model": name,
+                    "engine": engine,
+                    "runs": [
+                        (method, budget, ms, plan.predicted.peak_bytes if plan.predicted else 0, _does(plan))
+                        for (method, budget, plan), ms in zip(made, times, strict=True)
+                    ],
+                    "ok": [found.ok for found in checks],
+                    "peaks": [max(each.peak.measured_bytes for each in found.ranks) for found in checks],
+                }
+            )
+    if dist.get_rank() == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _key(plan: Plan) -> bytes:
+    """The same for plans that do the same."""
+    return msgspec.json.encode((plan.checkpoint, plan.chunked_loss or None, plan.shard))
+
+
+def _does(plan: Plan) -> str:
+    decided = [f"{each.kind} {each.setting}" for each in plan.decisions or ()]
+    return ", ".join(decided) or f"recomputes {sum(entry.recompute_ms for entry in plan.checkpoint):.0f} ms"
+
+
+def show(rows: list[dict[str, Any]]) -> list[float]:
+    """Print each point; return the ratios."""
+    ratios = []
+    for row in rows:
+        print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}, bits or sums as planned")
+        for place, (_, budget, ours, _, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
+            others = {
+                method: ms
+                for method, own, ms, peak, _ in row["runs"]
+                if method != JOINT and (own == budget or (own is None and peak <= budget))
+            }
+            best = min(others, key=others.__getitem__)
+            ratios.append(others[best] / ours)
+            shown = ", ".join(f"{method} {ms:.0f}" for method, ms in others.items())
+            within = row["peaks"][place] <= budget
+            print(f"  {budget / MiB:7.1f} MiB: joint {ours:.0f} ms ({does}); {shown}; {best} {ratios[-1]:.3f}")
+            print(f"    measured peak {row['peaks'][place] / MiB:.1f} MiB{'' if within else ' ABOVE THE BUDGET'}")
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="tiny models")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": folder}
+        subprocess.run([*command, __file__, *sys.argv[1:], "--folder", folder], check=True, env=environment)
+        rows = json.loads(Path(folder, "rows.json").read_text())
+    ratios = show(rows)
+    print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")
+    print(f"least: {min(ratios):.3f}, median {statistics.median(ratios):.3f} (must be at least 1)")
+
+
+if __name__ == "__main__":
+    main()

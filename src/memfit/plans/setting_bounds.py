@@ -1,0 +1,194 @@
+"""Lower bounds of the step time of settings that are not captured or not solved yet (Note [Settings]).
+
+- *n chunks, from the whole loss.* Chunks run the kernels of the whole loss on the same bytes, and the softmax once
+  more, and save at most the copies of the logits: the plan adds at least what it adds to the whole loss with so much
+  more budget. A CPU's caches hold a chunk, so that chunks may be faster than the whole: there the step without the ops
+  of the copies, and nothing is known from other numbers of chunks.
+- *n chunks, from m.* With m < n the time of m, and what its plan adds with the difference of a chunk's copies more
+  budget. With m > n what the plan of m adds, and its time less the overheads of the kernels that n has fewer.
+- *Another optimizer step.* The step less its optimizer, with the same recompute: nothing that a unit dropped is missing
+  while the optimizer runs.
+- *Micro-batches.* The time of the step with fewer of them: the same rows go through the same kernels in more calls,
+  which take no less time together. Nothing is known of what the plan adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import cached_property
+
+from memfit.capture import Phase, find_chunkable, find_copies, find_logits, find_softmaxes
+from memfit.hardware import Family as KernelFamily
+from memfit.plans.setting_problems import SettingProblems
+from memfit.plans.settings import CHUNKS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
+from memfit.solve import Problem, Status, solve
+
+_LOSS_FAMILIES = (
+    KernelFamily.NORM,
+    KernelFamily.ELEMENTWISE,
+    KernelFamily.TRANSCENDENTAL,
+    KernelFamily.INDEXING,
+    KernelFamily.REDUCTION,
+    KernelFamily.COPY,
+    KernelFamily.OTHER,
+)
+"""Kernels of a cross entropy."""
+
+
+class SettingBounds:
+    """Bounds from the problems that are there, and the answers that they come from."""
+
+    def __init__(self, problems: SettingProblems, first: Answer) -> None:
+        self.problems, self.first = problems, first
+        self.budget_bytes = first.solved.budget_bytes
+        self.answers: dict[Setting, Answer] = {first.setting: first}
+        self._relaxed: dict[tuple[Setting, int], float] = {}
+
+    def answer(self, setting: Setting) -> Answer | None:
+        """Return the solved problem of a setting; None where the step does not run so."""
+        if setting not in self.answers:
+            problem = self.problems.of(setting)
+            if problem is None:
+                return None
+            self.answers[setting] = Answer(problem=problem, solved=solve(problem, self.budget_bytes), setting=setting)
+        return self.answers[setting]
+
+    def rough_ms(self, variant: StepVariant, family: Family) -> float:
+        """Return a bound from the given problem alone: its compute, less the optimizer's where that may change."""
+        first = self.first.problem
+        bound = first.runtime.total_ms + (self._chunks_ms if variant.chunked is not None else 0.0)
+        if variant.implementation is not None or family.least is not None:
+            bound -= phase_ms(first, Phase.OPTIMIZER)
+        return bound
+
+    def before_capture_ms(self, variant: StepVariant, family: Family, stage: int) -> float:
+        """Return a bound of a variant from others that were captured; infinite where none can fit.
+
+        At the first stage only times are asked for, then what plans of these add.
+        """
+        whole = replace(variant, chunked=None)
+        source = whole if self.problems.is_captured(whole) else StepVariant(parts=self._fewer_parts(variant.parts))
+        fastest = self.problems.of(Setting(variant=source, shard=family.most))
+        if fastest is None:
+            return math.inf if source == whole else 0.0
+        bound = base_ms(fastest) + (self._chunks_ms if variant.chunked is not None else 0.0)
+        if source.implementation != variant.implementation:
+            bound -= phase_ms(fastest, Phase.OPTIMIZER)
+        if stage == 0 or source.parts != variant.parts or (variant.chunked is not None and self._has_cpu_caches):
+            return bound
+        smallest = self.answer(Setting(variant=source, shard=family.least))
+        if smallest is None:
+            return math.inf
+        more = self._copied_bytes // source.parts if variant.chunked is not None else 0
+        added = self.relaxed_ms(smallest, more)
+        if math.isinf(added) and source.implementation != variant.implementation:
+            added = 0.0  # another optimizer step may fit where this one does not
+        bound += added
+        return max(bound, self._from_other_chunks_ms(variant, family))
+
+    def added_ms(self, setting: Setting) -> float:
+        """Return the least that a plan adds to a setting, from those that need no more memory; infinite if none can."""
+        given = self.first.problem.options.shard
+        shard = setting.shard or given
+        return max(
+            (
+                math.inf if answer.solved.status is Status.INFEASIBLE else answer.solved.bound_ms
+                for other, answer in self.answers.items()
+                if other.variant == setting.variant and gathers_more(shard, other.shard or given)
+            ),
+            default=0.0,
+        )
+
+    def relaxed_ms(self, answer: Answer, more_bytes: int) -> float:
+        """Return the least that a plan adds with so much more budget; infinite where none fits."""
+        key = (answer.setting, more_bytes)
+        if key not in self._relaxed:
+            self._relaxed[key] = 0.0
+            if more_bytes == 0:
+                self._relaxed[key] = math.inf if answer.solved.choice is None else answer.solved.bound_ms
+            elif answer.solved.recompute_ms > 0.0:
+                solved = solve(answer.problem, self.budget_bytes + more_bytes)
+                self._relaxed[key] = math.inf if solved.choice is None else solved.bound_ms
+        return self._relaxed[key]
+
+    def _fewer_parts(self, parts: int) -> int:
+        """Return the most micro-batches, at most so many, with which the step was captured."""
+        captured = (each.parts for each in self.problems.captured if each == StepVariant(parts=each.parts))
+        return max(each for each in captured if each <= parts)
+
+    def _from_other_chunks_ms(self, variant: StepVariant, family: Family) -> float:
+        """Return a bound from the answers with other numbers of chunks."""
+        bound = 0.0
+        if variant.chunked is None:
+            return bound
+        for number in CHUNKS:
+            other = replace(variant, chunked=variant.chunked.with_chunks(number))
+            known = self.answers.get(Setting(variant=other, shard=family.least))
+            fastest = self.problems.known(Setting(variant=other, shard=family.most))
+            if known is None or fastest is None:
+                continue
+            if variant.chunked.chunks > number:
+                copied = self._copied_bytes / variant.parts
+                more = math.ceil(copied * (1 / number - 1 / variant.chunked.chunks))
+                bound = max(bound, base_ms(fastest) + self.relaxed_ms(known, more))
+            elif known.solved.choice is None:
+                return math.inf  # fewer chunks need no less
+            else:
+                fewer_ms = (number - variant.chunked.chunks) * self._kernels_ms(known.problem, number)
+                bound = max(bound, base_ms(fastest) - fewer_ms + known.solved.bound_ms)
+        return bound
+
+    @cached_property
+    def _copies(self) -> frozenset[int]:
+        """The copies of the logits that the whole loss makes."""
+        captured = self.first.problem.trace
+        logits = find_logits(captured)
+        return frozenset() if logits is None else frozenset(find_copies(captured, logits))
+
+    @cached_property
+    def _copied_bytes(self) -> int:
+        captured = self.first.problem.trace
+        return sum(captured.storages[each].bytes for each in self._copies)
+
+    @property
+    def _has_cpu_caches(self) -> bool:
+        return self.first.problem.target.device.type == "cpu"
+
+    @cached_property
+    def _chunks_ms(self) -> float:
+        """What chunks add to the time of the step at least, less than nothing on a CPU."""
+        if not self._has_cpu_caches:
+            return self._again_ms
+        runtime = self.first.problem.runtime
+        ops = zip(runtime.trace.ops, runtime.op_ms, strict=True)
+        copying = (ms for op, ms in ops if any(ref.storage in self._copies for ref in (*op.inputs, *op.outputs)))
+        return -float(sum(copying))
+
+    @cached_property
+    def _again_ms(self) -> float:
+        """The time of the softmaxes, which chunks run once more in their backward."""
+        runtime = self.first.problem.runtime
+        chunkable = find_chunkable(self.first.problem.trace)
+        classes = None if chunkable is None else chunkable.classes
+        return float(sum(runtime.op_ms[index] for index, _ in find_softmaxes(runtime.trace, classes)))
+
+    def _kernels_ms(self, problem: Problem, chunks: int) -> float:
+        """Return at most what the kernels of one chunk cost beside the bytes that they move."""
+        device = problem.target.device
+        kernel_ms = max(device.efficiency[family].overhead_ms for family in _LOSS_FAMILIES)
+        host_ms = max(device.efficiency.host.forward_ms, device.efficiency.host.backward_ms)
+        most_ms = kernel_ms + host_ms if device.type == "cpu" else max(kernel_ms, host_ms)
+        before = Counter(op.name for op in self.first.problem.runtime.trace.ops)
+        times: dict[str, list[float]] = defaultdict(list)
+        for op, op_ms in zip(problem.runtime.trace.ops, problem.runtime.op_ms, strict=True):
+            times[op.name].append(min(float(op_ms), most_ms))
+        added = (sorted(each, reverse=True)[: max(0, len(each) - before[name])] for name, each in times.items())
+        return sum(sum(each) for each in added) / chunks
+
+
+def phase_ms(problem: Problem, phase: Phase) -> float:
+    """Return the time of one phase of a step."""
+    runtime = problem.runtime
+    return float(sum(ms for op, ms in zip(runtime.trace.ops, runtime.op_ms, strict=True) if op.phase is phase))

@@ -1,0 +1,195 @@
+"""The search over settings: bounds are true, and the answer is that of trying every setting, all kinds at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import memfit
+from memfit.capture import Step, trace
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
+from memfit.plans import settings as plan_settings
+from memfit.plans.decisions import find_decisions
+from memfit.plans.joint import JointSearch
+from memfit.plans.settings import Answer, Setting
+from memfit.sharding import FlatOptions, Schedule, Sharding, ShardOptions, UnitOptions, shard, transfer_times
+from memfit.solve import DECISIONS, Problem, SolveOptions, solve
+
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+CALM = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SAME_MS = 1e-4
+
+
+class Reader(nn.Module):
+    """Blocks of two layers between an embedding and a head."""
+
+    def __init__(self, width: int, depth: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, classes, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    """Two layers and what is between them, beside their input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A small step, its ranks, and how much of what lies between the smallest and the largest budget it may use."""
+
+    width: int
+    depth: int
+    classes: int
+    rows: int
+    ranks: int
+    part: float
+
+    def search(self, **options: float) -> JointSearch:
+        step = Step(
+            lambda: Reader(self.width, self.depth, self.classes),
+            memfit.spec((self.rows, 64), torch.int64),
+            loss=next_token,
+        )
+        target = Target.parse("h100-sxm", ranks=self.ranks)
+        cost = Roofline.of(target)
+        problem = Problem.of(Runtime.of(trace(step, target=target), cost), target, SolveOptions(decide="all"))
+        least = problem.min_budget
+        assert least is not None
+        budget = int(least.peak_bytes + self.part * (problem.baseline_bytes - least.peak_bytes))
+        first = Answer(problem=problem, solved=solve(problem, budget))
+        return JointSearch(first, step, cost, DECISIONS, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def few_choices() -> Iterator[None]:
+    """Two or three choices of each kind, so that all combinations can be tried."""
+    choices = {"CHUNKS": (4,), "PREFETCH": (1, 0), "KEPT": (0, 1), "PARTS": (2,)}
+    fewer = {"implementations_of_step": lambda step: ("single",)}
+    with mock.patch.multiple(plan_settings, **choices, **fewer):
+        yield
+
+
+instances = st.builds(
+    Instance,
+    width=st.sampled_from([64, 256, 512]),
+    depth=st.integers(2, 3),
+    classes=st.sampled_from([100, 2000, 8000]),
+    rows=st.sampled_from([2, 4]),
+    ranks=st.sampled_from([1, 4, 16]),
+    part=st.sampled_from([0.0, 0.2, 0.6]),
+)
+
+
+def check_against_every_setting(instance: Instance) -> None:
+    joint = instance.search(worth=0.0, together=10**6)
+    nodes = joint.nodes()
+    rough = {node: joint.bounds.rough_ms(*node) for node in nodes}
+    early = {node: joint.bounds.before_capture_ms(*node, 1) for node in nodes}
+    every = instance.search()
+    fastest = every.first.step_ms
+    for variant, family in nodes:
+        smallest = every.bounds.answer(Setting(variant=variant, shard=family.least))
+        for member in family.members:
+            setting = Setting(variant=variant, shard=member)
+            answer = every.bounds.answer(setting)
+            if answer is None or smallest is None:
+                continue
+            assert rough[variant, family] <= answer.step_ms + SAME_MS, setting
+            assert early[variant, family] <= answer.step_ms + SAME_MS, setting
+            assert smallest.solved.bound_ms <= answer.solved.recompute_ms + SAME_MS, setting
+            fastest = min(fastest, answer.step_ms)
+    found = joint.run()
+    assert abs(found.step_ms - fastest) <= SAME_MS
+    assert found.solved.replay is None or found.solved.replay.peak_bytes <= joint.budget_bytes
+    rounds = instance.search(together=0).run()
+    assert rounds.step_ms <= every.first.step_ms + SAME_MS
+
+
+@pytest.mark.parametrize(
+    "instance",
+    [
+        Instance(width=256, depth=2, classes=2000, rows=2, ranks=1, part=0.2),
+        Instance(width=512, depth=2, classes=100, rows=2, ranks=4, part=0.2),
+    ],
+)
+def test_the_answer_is_that_of_trying_every_setting(instance: Instance) -> None:
+    check_against_every_setting(instance)
+
+
+@pytest.mark.zoo
+@settings(CALM, max_examples=20)
+@given(instances)
+def test_on_random_steps_the_answer_is_that_of_trying_every_setting(instance: Instance) -> None:
+    check_against_every_setting(instance)
+
+
+def test_of_equal_units_the_last_are_the_ones_to_keep() -> None:
+    """Any other units take at least as much at every peak, and save at most one gather's time more."""
+    instance = Instance(width=256, depth=4, classes=100, rows=4, ranks=16, part=0.5)
+    problem = instance.search().first.problem
+    runtime = Runtime.of(problem.trace, Roofline.of(problem.target))
+    names = [f"blocks.{number}" for number in range(instance.depth)]
+
+    def kept(chosen: tuple[str, ...]) -> Sharding:
+        flat = FlatOptions(schedule=Schedule(), units={name: UnitOptions(keep=True) for name in chosen})
+        return shard(problem.timeline, runtime, problem.target, ShardOptions(engine="sharded"), flat=flat)
+
+    for count in range(1, instance.depth):
+        last = kept(tuple(names[-count:]))
+        gather_ms = max(transfer_times(last.runtime, problem.target, last.schedule)[0])
+        for chosen in itertools.combinations(names, count):
+            other = kept(chosen)
+            assert last.peak_bytes <= other.peak_bytes, chosen
+            assert last.exposed_ms <= other.exposed_ms + gather_ms, chosen
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_decision_says_how_long_the_step_takes_without_it(ranks: int) -> None:
+    """Each decision of a plan is undone, all others held, and the step planned anew: that is what it says."""
+    instance = Instance(width=512, depth=3, classes=8000, rows=4, ranks=ranks, part=0.2)
+    joint = instance.search(loss_chunks=4)
+    best = joint.run()
+    decisions = {decision.kind: decision for decision in find_decisions(joint)}
+    assert "loss" in decisions
+    undone = replace(best.setting, variant=replace(best.setting.variant, chunked=None))
+    problem = instance.search().problems.of(undone)
+    assert problem is not None
+    without = Answer(problem=problem, solved=solve(problem, joint.budget_bytes))
+    said = decisions["loss"].without_ms
+    if without.solved.choice is None:
+        assert said is None
+    else:
+        assert said == pytest.approx(without.step_ms)
+    if "offload" in decisions:
+        alone = solve(best.problem.without_offload(), joint.budget_bytes)
+        expected = None if alone.choice is None else pytest.approx(best.base_ms + alone.recompute_ms)
+        assert decisions["offload"].without_ms == expected
+        assert all(not policy.offload for _, policy in alone.chosen)
