@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +81,19 @@ def store_of(model: nn.Module) -> FileStore:
     store = applied.offloads.store
     assert isinstance(store, FileStore)
     return store
+
+
+def bytes_left_away(model: nn.Module) -> int:
+    """What is still taken in the file of a model when garbage is collected and the jobs under way have ended.
+
+    A graph that is dropped while a thread reads for it gives its room back when that thread is done.
+    """
+    extents = store_of(model).extents
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while extents.used_bytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return extents.used_bytes
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

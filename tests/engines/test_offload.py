@@ -31,7 +31,7 @@ from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
 from memfit.tradeoff import TraceColumns, UnitColumns, find_units
 from memfit.tradeoff.policy import build_policy
 from tests.engines.engine_cases import both, same
-from tests.engines.offloading import Offloading, gradients, offload_saved, offload_units, store_of
+from tests.engines.offloading import Offloading, bytes_left_away, gradients, offload_saved, offload_units, store_of
 from tests.engines.test_exact import Blocks, Remembers, Shared, squares
 from tests.engines.test_memory import STEPS, Flops
 
@@ -94,7 +94,7 @@ def test_units_that_offload_everything_give_the_same_bits() -> None:
     plain, planned, model, _ = both(Blocks, step, made.plan)
     assert same(plain, planned)
     assert store_of(model).extents.end >= sum(made.bytes.values()) > 0
-    assert not store_of(model).extents.used_bytes
+    assert not bytes_left_away(model)
 
 
 def saving_plan(step: Step, part: float) -> Plan:
@@ -130,7 +130,7 @@ def test_accumulated_gradients() -> None:
     names = tuple(f"blocks.{n}" + (f"#{call}" if call else "") for n in range(4) for call in range(3))
     plain, planned, model, _ = both(Wide, step, offload_units(step, names).plan)
     assert same(plain, planned)
-    assert not store_of(model).extents.used_bytes
+    assert not bytes_left_away(model)
 
 
 def test_each_point_is_where_the_plan_has_it(points: list[str]) -> None:
@@ -280,8 +280,7 @@ def test_backward_twice_and_gradients_of_some() -> None:
     assert all(map(torch.equal, gradients(plain), gradients(model)))
     some = [torch.autograd.grad(squares(m(step.batch), None), m.blocks[2].up.weight) for m in (plain, model)]
     assert torch.equal(some[0][0], some[1][0])
-    gc.collect()
-    assert not store_of(model).extents.used_bytes
+    assert not bytes_left_away(model)
 
 
 def test_a_retained_graph_keeps_what_came_back() -> None:
@@ -311,8 +310,7 @@ def test_evaluation_between_and_a_forward_without_backward() -> None:
         del output
         squares(each(step.batch), None).backward()
     assert all(map(torch.equal, gradients(plain), gradients(model)))
-    gc.collect()
-    assert not store_of(model).extents.used_bytes
+    assert not bytes_left_away(model)
 
 
 def test_an_exception_in_the_step_leaves_nothing_behind() -> None:
@@ -335,8 +333,7 @@ def test_an_exception_in_the_step_leaves_nothing_behind() -> None:
             squares(model(step.batch), None).backward()
         stage.remove()
         model.zero_grad()
-        gc.collect()
-        assert not store_of(model).extents.used_bytes
+        assert not bytes_left_away(model)
     for each in (plain, model):
         squares(each(step.batch), None).backward()
     assert all(map(torch.equal, gradients(plain), gradients(model)))
@@ -363,8 +360,7 @@ def test_a_guard_runs_half_a_step_again_under_another_plan() -> None:
                     each.zero_grad()
                     squares(each(step.batch), None).backward()
             assert all(map(torch.equal, gradients(plain), gradients(model)))
-            gc.collect()
-            assert not store_of(model).extents.used_bytes
+            assert not bytes_left_away(model)
 
 
 class Kept(nn.Module):

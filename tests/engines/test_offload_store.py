@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import os
 import random
 import resource
+import shutil
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ import pytest
 import torch
 
 import memfit
-from memfit.engines.offload_store import Extents, FileStore, OffloadedStorage, bytes_of, open_store, page_sums
+from memfit.engines.offload_store import Extents, FileStore, OffloadedStorage, bytes_of, open_store
 from memfit.errors import MissingFeatureError, OffloadError
+from memfit.summed_file import page_sums
 from tests.engines.engine_cases import run_steps
-from tests.engines.offloading import gradients, offload_units, store_of
+from tests.engines.offloading import bytes_left_away, gradients, offload_units, store_of
 from tests.engines.test_exact import squares
 from tests.engines.test_offload import WIDE, wide_step
 
@@ -130,12 +132,61 @@ def test_a_full_disk_is_a_clear_error_and_the_step_can_be_repeated() -> None:
         assert f"'{'blocks.1' if limit > made.bytes['blocks.0'] else 'blocks.0'}'" in text
         assert "256.00 KiB" in text and store_of(model).folder in text and "MEMFIT_OFFLOAD" in text
         del caught
-        gc.collect()
-        assert not store_of(model).extents.used_bytes
+        assert not bytes_left_away(model)
         assert all(parameter.grad is None for parameter in model.parameters())
         now = (model.state_dict(), optimizer.state_dict())
         assert all(torch.equal(state[0][name], now[0][name]) for name in now[0])
         assert str(state[1]) == str(now[1])
+    one, other = run_steps(step, plain, plain_optimizer, steps=2), run_steps(step, model, optimizer, steps=2)
+    assert all(map(torch.equal, one.losses, other.losses))
+    assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A file system of its own with so many bytes; called again it gets another size."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a file system can be mounted by root alone")
+    mounted: list[bool] = []
+
+    def resize(size_bytes: int) -> Path:
+        options = f"size={size_bytes}{',remount' if mounted else ''}"
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)], capture_output=True)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+        mounted.append(True)
+        return tmp_path
+
+    yield resize
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_training_goes_on_when_a_disk_that_was_full_has_room(
+    small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = wide_step()
+    step = memfit.Step(step.model, step.batch, loss=squares, optimizer=torch.optim.AdamW)
+    made = offload_units(step, WIDE)
+    need = sum(made.bytes.values())
+    monkeypatch.setenv("MEMFIT_OFFLOAD", str(small_disk(2 * need)))
+    model = copy.deepcopy(step.build_model())
+    plain = copy.deepcopy(model)
+    optimizer, plain_optimizer = step.build_optimizer(model), step.build_optimizer(plain)
+    made.plan.apply(model, optimizer)
+    run_steps(step, plain, plain_optimizer, steps=1)
+    run_steps(step, model, optimizer, steps=1)
+    filler = small_disk(2 * need) / "filler"
+    os.ftruncate(store_of(model).file, 0)  # the room that the step before gave back goes to another
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    model.zero_grad()
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=r"No space left.* 0 B are free there.*Nothing of the training"):
+            squares(model(step.batch), None).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    filler.unlink()
     one, other = run_steps(step, plain, plain_optimizer, steps=2), run_steps(step, model, optimizer, steps=2)
     assert all(map(torch.equal, one.losses, other.losses))
     assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
