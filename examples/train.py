@@ -20,7 +20,9 @@ def step() -> memfit.Step:
     torch.manual_seed(0)
     model = Llama(SHAPE, LENGTH)
     tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH))
-    return memfit.Step(model, tokens, loss=next_token_loss, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # The loop keeps no name for the model's output, so it is gone before backward.
+    return memfit.Step(model, tokens, loss=next_token_loss, optimizer=optimizer, keep_output=False)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import InputError, MemfitError
-from memfit.units import GiB, KiB, MiB, display_bytes, display_ms, parse_bytes
+from memfit.units import GiB, KiB, MiB, display_budget, display_bytes, display_ms, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,11 @@ def test_round_trip_in_bytes_is_exact(n):
 @given(st.integers(min_value=0, max_value=2**50))
 def test_round_trip_for_people_is_within_the_digits_shown(n):
     assert abs(parse_bytes(display_bytes(n)) - n) <= n * 0.0051 + 1
+
+
+@given(st.integers(min_value=0, max_value=2**50), st.sampled_from(["", " "]))
+def test_a_budget_that_is_shown_is_enough_when_it_is_typed_in(n, space):
+    assert n <= parse_bytes(display_budget(n, space)) <= n + n * 0.0101 + 1
 
 
 @given(st.integers(min_value=0, max_value=2**20), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))

@@ -80,6 +80,15 @@ def display_bytes(n: int | float, unit: str | None = None) -> str:
     return f"{n / _DISPLAY[unit]:.2f} {unit}"
 
 
+def display_budget(n: int, space: str = " ") -> str:
+    """Show bytes that somebody may copy as a budget: rounded up, so that what is shown is enough."""
+    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if n >= _DISPLAY[u]), "B")
+    if _DISPLAY[unit] == 1:
+        return f"{n}{space}{unit}"
+    hundredths = -(-n * 100 // _DISPLAY[unit])
+    return f"{hundredths // 100}.{hundredths % 100:02d}{space}{unit}"
+
+
 def display_ms(ms: float) -> str:
     """Show milliseconds in the unit a person would choose, from microseconds to hours."""
     size = abs(ms)

@@ -154,6 +154,10 @@ def checkpoint_inside(document: Document) -> None:
     document["checkpoint"].insert(1, inner)
 
 
+def checkpoint_twice(document: Document) -> None:
+    document["checkpoint"][1].update(unit="layers.0", module="layers.0")
+
+
 def shard_of(**changes: object) -> Callable[[Document], None]:
     def change(document: Document) -> None:
         units = [{"module": "layers.0", "reshard_after_forward": True}]
@@ -196,7 +200,12 @@ DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (put("baseline/peak_bytes", 5), "inconsistent: baseline.peak_by_category adds up to"),
     (put("checkpoint/0/recompute_ms", 40.0), "inconsistent: predicted.recompute_ms is .* adds up to 40"),
     (put("checkpoint/0/end", 10**6), "inconsistent: unit 'layers.0' is ops 0 up to 1000000 of a step of"),
-    (put("checkpoint/1/unit", "layers.0"), "inconsistent: unit 'layers.0' is checkpointed twice"),
+    (
+        put("target/device", "h100-sxm"),
+        "inconsistent: target.device is 'h100-sxm', and the step was",
+    ),
+    (put("checkpoint/0/unit", "layers.9"), "inconsistent: unit 'layers.9' is a call of the module 'layers.0'"),
+    (checkpoint_twice, "inconsistent: unit 'layers.0' is checkpointed twice"),
     (put("trace/parameters/0/0", ["head.weight"]), "inconsistent: parameter head.weight is there twice"),
     (save_an_op_twice, "inconsistent: op 1 of unit 'layers.0' is in saved_ops and in recomputed_ops"),
     (forget_an_op, "inconsistent: op 1 of unit 'layers.0' is neither in saved_ops nor in recomputed_ops"),

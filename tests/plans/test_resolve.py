@@ -99,6 +99,21 @@ def test_what_would_be_ignored_is_refused(whole: Callable[[], Any], options: dic
     refused(message, whole(), target="h100-sxm", **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("bugdet", "did you mean budget"), ("zebra", "known ones are budget, loss, optimizer")]
+)
+def test_an_unknown_keyword_is_named_with_what_may_have_been_meant(trace: Trace, name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'; {hint}"):
+        memfit.plan(trace, **{name: "3GiB"})
+
+
+def test_the_smallest_budget_works_as_it_is_printed(trace: Trace) -> None:
+    told = str(memfit.plan(trace, budget="1KiB"))
+    found = re.search(r"the smallest that works is ([\d.]+ \w+)", told)
+    assert found is not None
+    assert memfit.plan(trace, budget=found[1]).status == "optimal"
+
+
 def test_a_cost_model_goes_by_its_name(trace: Trace) -> None:
     target = Target.parse("h100-sxm")
     assert memfit.plan(trace, cost="roofline") == memfit.plan(trace, cost=Roofline.of(target))

@@ -40,7 +40,7 @@ from memfit.plans import (
     wrappers_of,
 )
 from memfit.torch_private.pytree import tree_leaves
-from memfit.units import display_bytes
+from memfit.units import display_budget, display_bytes
 
 if TYPE_CHECKING:
     from memfit.engines.fsdp2 import Fsdp2Sharding
@@ -485,7 +485,7 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             "or apply the plan to model.module and train that"
         )
     if plan.status == "infeasible":
-        least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
+        least = "" if plan.minimum_budget_bytes is None else f" {display_budget(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible and cannot be applied; plan with a budget of{least} or more")
     if plan.optimizer is not None:
         if not optimizers:

@@ -34,7 +34,7 @@ from memfit.torch_private.profiler import profiler_enabled
 from memfit.torch_private.pytree import tree_leaves
 from memfit.torch_private.storages import key_of
 from memfit.tradeoff import LOSS
-from memfit.units import display_bytes
+from memfit.units import display_budget, display_bytes
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -133,9 +133,11 @@ class PlannedTraining:
         plan = make_plan(captured, target=target, budget=budget, options=options, progress=False)
         if plan.status == "infeasible":
             assert plan.minimum_budget_bytes is not None
+            beside = target.budget_bytes(self._budget) - budget if budget is not None else 0
             raise InputError(
-                f"no plan of this step fits {display_bytes(plan.budget_bytes)}: the lowest peak that any has is "
-                f"{display_bytes(plan.minimum_budget_bytes)}. Give that budget or more, or train with a smaller batch"
+                f"no plan of this step fits a budget of {display_bytes(plan.budget_bytes + beside)}, of which "
+                f"{display_bytes(beside)} are kept for what the library and the guard hold beside the step. Give "
+                f"{display_budget(plan.minimum_budget_bytes + beside)} or more, or train with a smaller batch"
             )
         assert plan.predicted is not None
         self.plan = plan

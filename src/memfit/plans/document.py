@@ -43,7 +43,7 @@ from memfit.plans.record import (
 from memfit.plans.validation import check_content
 from memfit.solve import EXACT
 from memfit.text import counted, json_text, render_text
-from memfit.units import display_bytes
+from memfit.units import display_budget, display_bytes
 
 _AGAIN = "plan the step again"
 
@@ -228,7 +228,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __repr__(self) -> str:
         what = f"{self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}"
         if self.minimum_budget_bytes is not None and self.status == "infeasible":
-            answer = f"the smallest budget that works is {display_bytes(self.minimum_budget_bytes)}"
+            answer = f"the smallest budget that works is {display_budget(self.minimum_budget_bytes)}"
         else:
             answer = f"{counted(len(self.checkpoint), 'unit')} checkpointed"
         return f"Plan({what}, {answer}, fingerprint {self.fingerprint[:12]})"

@@ -84,8 +84,13 @@ class Inputs:
         progress: bool = True,
         mesh: Mesh | None = None,
         rank: RankLike | None = None,
+        **unknown: Any,
     ) -> Inputs:
         """Check what was given, before anything is captured."""
+        for name in unknown:
+            known = ("budget", *StepInputs.__annotations__)
+            instead = did_you_mean(close_names(name, known), f"known ones are {', '.join(known)}")
+            raise TypeError(f"unexpected keyword argument {name!r}; {instead}")
         sizes = None if mesh is None else resolve_mesh(mesh)
         if isinstance(model, Trace) and model.mesh:
             if sizes not in (None, model.mesh):

@@ -27,6 +27,8 @@ def check_content(plan: Plan, where: str) -> None:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
+    if plan.target.device != plan.trace.device:
+        yield f"target.device is {plan.target.device!r}, and the step was captured for {plan.trace.device!r}"
     for entry in plan.checkpoint:
         yield from _checkpoint_problems(entry, plan.trace.ops)
         yield from _offload_problems(entry)
@@ -94,6 +96,8 @@ def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]
 
 
 def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
+    if not entry.is_loss and entry.unit.partition("#")[0] != entry.module:
+        yield f"unit {entry.unit!r} is a call of the module {entry.module!r}"
     if not entry.begin < entry.end <= ops:
         yield f"unit {entry.unit!r} is ops {entry.begin} up to {entry.end} of a step of {ops}"
         return

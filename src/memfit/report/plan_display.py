@@ -15,7 +15,7 @@ from memfit.plans import Blocker, Checkpoint, DdpPlan, Engine, Estimate, Plan, S
 from memfit.report.decided import DECIDED_COLUMNS, decision_cells, decisions_of, describe_price
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, rank_memory_of, verdict_of, without_plan
 from memfit.text import counted, number_table
-from memfit.units import display_bytes, display_ms
+from memfit.units import display_budget, display_bytes, display_ms
 
 _NAMES = 4
 _STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
@@ -84,10 +84,10 @@ def _headline(plan: Plan) -> Text:
         text.append("\nno plan fits this budget")
         if least is not None:
             missing = display_bytes(least - plan.budget_bytes)
-            text.append(f"; the smallest that works is {display_bytes(least)}, {missing} more")
+            text.append(f"; the smallest that works is {display_budget(least)}, {missing} more")
         return text
     if least is not None:
-        text.append(f"; the smallest budget that works is {display_bytes(least)}")
+        text.append(f"; the smallest budget that works is {display_budget(least)}")
     spare = plan.budget_bytes - plan.predicted.peak_bytes
     text.append(f"\nthe plan leaves {display_bytes(spare)} to spare; ")
     if plan.status == "optimal" and plan.gap == 0:

@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.plans import EXPANDABLE, Over, Search, SearchPoint
 from memfit.report.frontier_plot import Mark, draw_marks
 from memfit.text import counted, number_table
-from memfit.units import display_bytes, display_ms
+from memfit.units import display_budget, display_bytes, display_ms
 
 _WHAT: dict[Over, str] = {"batch": "batch size of a rank", "seq": "sequence length", "ranks": "number of ranks"}
 _DRAWN = 4
@@ -160,7 +160,7 @@ def _picture(search: Search) -> Text | None:
 
 
 def _cells(point: SearchPoint) -> list[str]:
-    least = "" if point.minimum_budget_bytes is None else display_bytes(point.minimum_budget_bytes)
+    least = "" if point.minimum_budget_bytes is None else display_budget(point.minimum_budget_bytes)
     baseline = display_bytes(point.baseline_peak_bytes)
     if point.step_ms is None or point.peak_bytes is None:
         why = "no time" if point.status == "unknown" else "no plan"

@@ -12,7 +12,7 @@ from memfit.errors import InputError
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
 from memfit.text import PrintedResult
-from memfit.units import display_bytes, parse_bytes
+from memfit.units import display_budget, parse_bytes
 
 _GIB = float(1 << 30)
 
@@ -49,7 +49,7 @@ class Curve(PrintedResult):
         if budget_bytes < self.minimum_budget_bytes:
             raise InputError(
                 f"no plan meets {budget_bytes} bytes; the curve begins at {self.minimum_budget_bytes} "
-                f"({display_bytes(self.minimum_budget_bytes)})"
+                f"({display_budget(self.minimum_budget_bytes)})"
             )
         return next(point for point in reversed(self.points) if point.budget_bytes <= budget_bytes).price_ms_per_gib
 

@@ -14,7 +14,7 @@ from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
 from memfit.presets import step_at as step_at
-from memfit.units import display_bytes
+from memfit.units import display_budget
 from memfit.verify.state import tensors_in
 
 
@@ -33,7 +33,7 @@ def resolve_step(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
 def check_plan(plan: Plan) -> None:
     """Refuse plans that nothing here can run."""
     if plan.status == "infeasible" or plan.predicted is None:
-        least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
+        least = "" if plan.minimum_budget_bytes is None else f" {display_budget(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible, there is nothing to verify; plan with a budget of{least} or more")
     if plan.mesh:
         raise MissingFeatureError(

@@ -13,7 +13,7 @@ from memfit.paths import alike, folded
 from memfit.plans import EXPANDABLE, Reservation, Room, reservation_under, with_room
 from memfit.sharding import ShardOptions, repeated_blocks
 from memfit.solve import Problem, Solved, solve
-from memfit.units import GiB, MiB, display_bytes, display_ms
+from memfit.units import display_budget, display_bytes, display_ms
 
 _POINTS = 8
 
@@ -45,7 +45,10 @@ def checkpointing(case: Case) -> Iterator[Lever]:
 
 
 def _knee(problem: Problem, low: int, high: int) -> Solved | None:
-    """Return the plan after which saving more costs more than it did on average over the whole trade-off."""
+    """Return the plan after which saving more costs more than it did on average over the whole trade-off.
+
+    None where each byte costs less the more are saved: such a curve has no knee.
+    """
     found: list[Solved] = []
     start = None
     for place in range(_POINTS):
@@ -62,7 +65,8 @@ def _knee(problem: Problem, low: int, high: int) -> Solved | None:
         saved = (high - solved.replay.peak_bytes) / (high - low)
         return saved - (solved.recompute_ms / most_ms if most_ms else 0.0)
 
-    return max(found, key=gain)
+    best = max(found, key=gain)
+    return best if gain(best) > 0 else None
 
 
 def _lever(case: Case, solved: Solved, reservation: Reservation | None, name: str) -> Iterator[Lever]:
@@ -78,9 +82,9 @@ def _lever(case: Case, solved: Solved, reservation: Reservation | None, name: st
         )
     step_ms = problem.runtime.total_ms + problem.exposed_ms + solved.recompute_ms
     peak = solved.replay.peak_bytes
-    budget = f'"{-(-peak // MiB)}MiB"' if peak >= GiB else str(peak)
-    how = f"plan = memfit.plan(step, ..., budget={budget}); plan.apply(model, optimizer)"
-    option = f"--budget {-(-peak // MiB)}MiB" if peak >= GiB else f"--budget {peak}B"
+    budget = display_budget(peak, space="")
+    how = f'plan = memfit.plan(step, ..., budget="{budget}"); plan.apply(model, optimizer)'
+    option = f"--budget {budget}"
     if peak > case.target.usable_bytes:
         how, option = "torch.utils.checkpoint on these modules; the device needs another lever besides", ""
     yield case.lever(

@@ -68,9 +68,9 @@ def _price(curve: Found, budget_bytes: int) -> dict[str, float]:
 
 def _at(curve: Found, budget_bytes: int, price: dict[str, float] | None) -> str:
     """Return what more would buy at a budget, or that nothing fits it."""
-    from memfit.units import GiB, MiB, display_bytes, display_ms
+    from memfit.units import GiB, MiB, display_budget, display_bytes, display_ms
 
-    budget, least = display_bytes(budget_bytes), display_bytes(curve.minimum_budget_bytes)
+    budget, least = display_bytes(budget_bytes), display_budget(curve.minimum_budget_bytes)
     if price is None:
         return f"no plan fits {budget}; the smallest budget that works is {least}"
     wide = curve.baseline_bytes - curve.minimum_budget_bytes >= GiB

@@ -17,7 +17,7 @@ from memfit.report.device_search_display import device_headline, display_usd
 from memfit.report.frontier_plot import across
 from memfit.report.page.writing import load_asset, page_policy
 from memfit.report.search_display import display_rate, search_headline
-from memfit.units import display_bytes, display_ms
+from memfit.units import display_budget, display_bytes, display_ms
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 260, 84, 32, 20
 _STYLE = """
@@ -113,7 +113,7 @@ def _of_values(search: Search) -> list[tuple[str, str]]:
             _bytes(p.peak_bytes),
             _bytes(p.peak_reserved_bytes) + (" !" if p.with_care else ""),
             _bytes(p.baseline_peak_bytes),
-            _bytes(p.minimum_budget_bytes),
+            "" if p.minimum_budget_bytes is None else display_budget(p.minimum_budget_bytes),
         ]
         for p in search.points
     ]
