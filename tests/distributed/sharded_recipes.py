@@ -95,6 +95,7 @@ def checkpoint_with_dcp(folder: str) -> None:
 
 def asynchronous_checkpoint(folder: str) -> None:
     """`async_save` writes the state of when it was called, whatever its stager, while training goes on."""
+    writers = dist.new_group(backend="gloo")  # its thread's collectives must not meet those of the training
     for stager in (None, BlockingAsyncStager()):
         model = built(by_memfit)
         optimizer = adamw(model.parameters())
@@ -103,7 +104,7 @@ def asynchronous_checkpoint(folder: str) -> None:
         state, of_optimizer = get_state_dict(model, optimizer)
         path = f"{folder}/{type(stager).__name__}"
         given: dict[str, Any] = {"model": state, "optimizer": of_optimizer}
-        under_way: Any = dcp.async_save(given, checkpoint_id=path, async_stager=stager)
+        under_way: Any = dcp.async_save(given, checkpoint_id=path, process_group=writers, async_stager=stager)
         train(model, optimizer, range(2, 4))
         under_way.result()
         other = built(by_memfit, seed=1)
