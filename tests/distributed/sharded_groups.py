@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from memfit.sharded import Schedule, register_forward_method, shard
 from memfit.sharded.fully_shard import get_runtime
@@ -217,34 +217,7 @@ def hooks_run_once_where_parts_run_again() -> None:
         check_equal("gradient", whole_gradients(ours), whole_gradients(plain))
 
 
-class _Selective(nn.Module):
-    """Layers in selective checkpoints, which count the ops of the first forward and of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = _layers(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        saved = [torch.ops.aten.addmm.default, torch.ops.aten.view.default]
-        contexts = partial(create_selective_checkpoint_contexts, saved)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts).relu()
-        return x
-
-
-def selective_checkpoints() -> None:
-    """Modules of one unit give their checkpoints the same ops in both forwards."""
-    ours, plain = _Selective(), _Selective()
-    shard(ours, units=[["layers.0", "layers.1", "layers.2"]])
-    for model in (ours, plain):
-        model(torch.ones(2, 3, _WIDTH, requires_grad=True)).sum().backward()
-    average(plain)
-    check_freed(ours)
-    check_equal("gradient", whole_gradients(ours), whole_gradients(plain))
-
-
 CHECKS = (
-    selective_checkpoints,
     collectives_are_joined,
     gathered_from_first_to_last,
     some_are_not_called,

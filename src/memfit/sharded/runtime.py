@@ -164,8 +164,6 @@ class ShardedRuntime:
             unit.in_parts |= len(unit.modules) > 1
             return unit.run, args, kwargs
         if unit.run is not None:
-            # views all the same: a selective checkpoint counts ops, and in its second forward each module has a run
-            args, kwargs = map_values((args, kwargs), lambda each: each.view_as(each) if each.requires_grad else each)
             return unit.run, args, kwargs
         run = Run(unit)
         if unit.uncalled:
