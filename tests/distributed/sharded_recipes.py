@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -90,6 +91,30 @@ def checkpoint_with_dcp(folder: str) -> None:
             if again is wrap or dist.get_world_size() == 2:  # else sums are taken in another order
                 train(other, other_optimizer, range(3, 5))
                 assert_same(whole(model), whole(other))
+
+
+def asynchronous_checkpoint(folder: str) -> None:
+    """`async_save` writes the state of when it was called, whatever its stager, while training goes on."""
+    writers = dist.new_group(backend="gloo")  # its thread's collectives must not meet those of the training
+    for stager in (None, BlockingAsyncStager()):
+        model = built(by_memfit)
+        optimizer = adamw(model.parameters())
+        train(model, optimizer, range(2))
+        saved = whole(model)
+        state, of_optimizer = get_state_dict(model, optimizer)
+        path = f"{folder}/{type(stager).__name__}"
+        given: dict[str, Any] = {"model": state, "optimizer": of_optimizer}
+        under_way: Any = dcp.async_save(given, checkpoint_id=path, process_group=writers, async_stager=stager)
+        train(model, optimizer, range(2, 4))
+        under_way.result()
+        other = built(by_memfit, seed=1)
+        other_optimizer = adamw(other.parameters())
+        state, of_optimizer = get_state_dict(other, other_optimizer)
+        dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=path)
+        set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+        assert_same(saved, whole(other))
+        train(other, other_optimizer, range(2, 4))
+        assert_same(whole(model), whole(other))
 
 
 def load_with_dcp(folder: str) -> dict[str, torch.Tensor]:

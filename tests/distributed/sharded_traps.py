@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import re
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from memfit.errors import StateError
+from memfit.errors import MemfitError, StateError
 from memfit.sharded import full_parameters, full_state_dict, load, no_sync, save, shard
 from memfit.sharded.fully_shard import get_runtime
 from tests.distributed.sharded_behaviour import Trained, average, check_gradients, loss_of, tokens_of
@@ -432,3 +436,93 @@ def interrupted_then_used(how: str) -> None:
     for number in range(2):
         assert ours.step(number) == theirs.step(number)
     ours.check_equals(theirs)
+
+
+def step_between_the_backwards_of_two_graphs(how: str) -> None:
+    """A graph whose parameters were stepped meanwhile gives no gradients, though later forwards gathered new ones."""
+    mesh = init_device_mesh("cpu", (2, 1)) if how == "replicas" else None
+    trained = Trained(plain=True) if how == "plain" else Trained(mesh=mesh)
+    first, second = loss_of(trained.model, 0), loss_of(trained.model, 1)
+    first.backward()
+    trained.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    trained.model.zero_grad()
+    stale = loss_of(trained.model, 2)
+    loss_of(trained.model, 3).backward()
+    trained.optimizer.step()
+    with torch.no_grad():
+        loss_of(trained.model, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    trained.model.zero_grad()
+    trained.step(5)
+
+
+def sends_of_the_user_are_left_alone() -> None:
+    """A message that is under way on the same group does not meet a gather, in any pass."""
+    model = shard(nn.Linear(4, 4))
+    runtime, rank = get_runtime(model), dist.get_rank()
+    for number in (256, 512):
+        runtime.rewind(replace(runtime.position(), pass_number=number - 1))
+        received = torch.zeros(8)
+        under_way = dist.isend(torch.full((8,), 7.0), 1, tag=number % 512 << 19) if rank == 0 else None
+        weight = model.weight.full_tensor()
+        assert torch.equal(model(torch.eye(4)), torch.eye(4) @ weight.T + model.bias.full_tensor())
+        if under_way is None:
+            dist.recv(received, 0, tag=number % 512 << 19)
+            assert received.tolist() == [7.0] * 8
+        else:
+            under_way.wait()
+
+
+def replicas_that_begin_apart() -> str:
+    """What a rank is told about one replica that was seeded differently in one of its parts."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    if dist.get_rank() == 3:
+        nn.init.zeros_(model[1].weight[63])  # type: ignore[arg-type, index]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(MemfitError) as error:
+        shard(model, mesh=mesh, units=())
+    assert type(model[1].weight) is nn.Parameter  # the model is as it was
+    shard(model, mesh=mesh, units=(), from_rank_0=True)
+    return str(error.value)
+
+
+def parameters_that_come_after_shard() -> str:
+    """What the first forward says of a head that took the place of a sharded one."""
+    ours = Trained(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=(), ignored=["1.bias"])
+    model: Any = ours.model
+    model.unshard()
+    model(torch.ones(1, 4))  # gathered ones and those that were ignored are known
+    late: Any = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=())
+    late[1] = nn.Linear(4, 4)
+    with pytest.raises(StateError) as error:
+        late(torch.ones(1, 4))
+    return str(error.value)
+
+
+def compiled_step_beside_a_sharded_model() -> None:
+    """The step of a plain model's optimizer is compiled as if nothing were sharded."""
+    Trained()
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    plain(torch.ones(1, 4)).sum().backward()
+    before = plain.bias.detach().clone()
+    torch.compile(optimizer.step, backend="eager")()
+    assert torch.equal(plain.bias, before - 0.5)
+
+
+def local_parts_are_copied_as_plain_tensors() -> None:
+    """What `to_local` gives may be pickled and copied, as FSDP2's may, though it knows its process groups."""
+    model = Trained().model
+    locals_: dict[str, Any] = {name: each.detach().to_local() for name, each in model.named_parameters()}  # type: ignore[operator]
+    file = io.BytesIO()
+    torch.save(locals_, file)
+    file.seek(0)
+    for found in (torch.load(file, weights_only=True), copy.deepcopy(locals_)):
+        for name, each in locals_.items():
+            assert type(found[name]) is torch.Tensor
+            assert torch.equal(found[name], each)

@@ -15,6 +15,10 @@ def test_checkpoints_of_dcp_are_those_of_fsdp2(two_ranks: Ranks, tmp_path: Path)
     two_ranks.run(cases.checkpoint_with_dcp, str(tmp_path))
 
 
+def test_checkpoints_are_written_while_training_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(cases.asynchronous_checkpoint, str(tmp_path))
+
+
 def test_checkpoint_of_four_ranks_is_loaded_by_two(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(cases.checkpoint_with_dcp, str(tmp_path))
     found = [ranks.run(cases.load_with_dcp, str(tmp_path))[0] for ranks in (two_ranks, four_ranks)]

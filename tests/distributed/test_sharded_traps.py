@@ -20,6 +20,34 @@ def test_a_step_between_forward_and_backward_is_an_error(two_ranks: Ranks, keep:
     two_ranks.run(traps.step_between_forward_and_backward, keep, plain)
 
 
+@pytest.mark.parametrize("how", ["sharded", "replicas", "plain"])
+def test_a_step_between_the_backwards_of_two_graphs_is_an_error(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(traps.step_between_the_backwards_of_two_graphs, how)
+
+
+def test_messages_of_the_user_on_the_same_group_do_not_meet_gathers(two_ranks: Ranks) -> None:
+    two_ranks.run(traps.sends_of_the_user_are_left_alone)
+
+
+def test_replicas_that_begin_with_different_values_are_refused_on_all_ranks(four_ranks: Ranks) -> None:
+    for said in four_ranks.run(traps.replicas_that_begin_apart):
+        assert "rank 1 and rank 3 are replicas, and begin with different values of '1.weight'" in said
+        assert "from_rank_0=True" in said
+
+
+def test_parameters_that_come_after_shard_are_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(traps.parameters_that_come_after_shard):
+        assert "parameter '1.weight' came into the model after shard" in said
+
+
+def test_the_step_of_another_optimizer_can_be_compiled(two_ranks: Ranks) -> None:
+    two_ranks.run(traps.compiled_step_beside_a_sharded_model)
+
+
+def test_local_parts_are_pickled_and_copied_as_plain_tensors(two_ranks: Ranks) -> None:
+    two_ranks.run(traps.local_parts_are_copied_as_plain_tensors)
+
+
 def test_a_dtype_changed_after_shard_is_refused_at_the_next_forward(two_ranks: Ranks) -> None:
     for said in two_ranks.run(traps.other_dtype_after_shard):
         assert "is torch.float64 on cpu" in said

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import InputError
 from memfit.sharded.flat_dtensor import FlatDTensor
+from memfit.torch_private.compiler import disable_dynamo
 from memfit.torch_private.dispatch import is_wrapper_subclass
 from memfit.torch_private.distributed_tensors import local_tensor
 
@@ -36,7 +37,12 @@ def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
         local.data = local.data.new_empty(0)
     parameter.__class__ = _given_up(type(parameter))
     if not _watched:
-        _watched.append(register_optimizer_step_pre_hook(lambda optimizer, *_: move_optimizer(optimizer)))
+        _watched.append(register_optimizer_step_pre_hook(disable_dynamo(_before_step)))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Move an optimizer; as a hook of all optimizers it is also called where the step of one is compiled."""
+    move_optimizer(optimizer)
 
 
 def is_given_up(parameter: torch.Tensor) -> bool:

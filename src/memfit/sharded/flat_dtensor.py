@@ -71,6 +71,15 @@ class LocalElements(torch.Tensor):
         found.flat_spec = spec
         return found
 
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle as a plain tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy as a plain tensor."""
+        made = memo[id(self)] = self.as_subclass(torch.Tensor).clone()
+        return made
+
     @classmethod
     def __torch_function__(  # pyrefly: ignore[bad-override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -120,6 +129,10 @@ class FlatSpec:
         return cls(
             slot=slot, layout=layout, link=link, mesh=mesh, device=device, begin=part.begin, end=part.end, inner=inner
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSpec:
+        """Return itself: copies of a tensor are sharded over the same ranks."""
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -214,6 +227,10 @@ class FlatDTensor(LocalDTensor):
             f"FlatDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
             f"elements {self.begin}:{self.end} of {self.flat_spec.slot.elements} here)"
         )
+
+    def data_ptr(self) -> int:
+        """Return 0, as other DTensors do: the memory is that of `local`, whose offset the storage here has, too."""
+        return 0
 
     @property
     def data(self) -> FlatDTensor:

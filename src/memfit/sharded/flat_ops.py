@@ -207,6 +207,14 @@ def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0].flat_spec.wrap(args[0].local.detach())
 
 
+def _made_new(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Make a tensor of the same shape, as the stagers of `torch.distributed.checkpoint.async_save` do."""
+    value, size = args[0], args[1]
+    if tuple(size) != tuple(value.shape):
+        _refused(func, args, kwargs)
+    return value.flat_spec.wrap(func(value.local, value.local.shape, *args[2:], **kwargs))
+
+
 def _on_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(args[0].local, *args[1:], **kwargs)
 
@@ -286,6 +294,10 @@ _RULES: dict[Any, Rule] = {
     _aten.view.default: _viewed,
     _aten._unsafe_view.default: _viewed,
     _aten.expand.default: _viewed,
+    _aten.new_empty.default: _made_new,
+    _aten.new_full.default: _made_new,
+    _aten.new_ones.default: _made_new,
+    _aten.new_zeros.default: _made_new,
     _aten.equal.default: _compared,
     _aten._local_scalar_dense.default: _to_number,
     _aten.is_pinned.default: _on_local,

@@ -360,8 +360,7 @@ class UnshardedParams:
 
     def reveal(self) -> None:
         """Let autograd read the parameters, which are gathered."""
-        if self._owned:
-            set_version_counters(self._tensors, self._versions)
+        set_version_counters(self._tensors, self._versions)
 
     def require_gradients(self, wanted: Sequence[bool]) -> None:
         """Make the same parameters need gradients as of the shards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -185,6 +186,14 @@ def shard(
                 reshard_comm=make_reshard_comm(mesh, each.options.reshard_ranks, device, timeout),
             )
         )
+    if replicas is not None and not from_rank_0:
+        refusal = _compare_replicas(made, replicas)
+        try:
+            _agree([shards, *meshes.links], ["no error" if refusal is None else f"an error: {refusal}"])
+        except RankMismatch as error:
+            raise refusal or error from None
+        if refusal is not None:
+            raise refusal
     outside = _modules_outside(model, inner)
     taken = take_in(model, inner, shards, replicas, streams, mesh, meshes)
     at = {module: number for number, module in enumerate(model.modules())}
@@ -208,6 +217,7 @@ def shard(
     prepare_buffers(outside, device, buffer_dtypes, links if from_rank_0 else None)
     attach_state(made)
     attach_methods(runtime)
+    runtime.remember_places()
     model.__dict__[_RUNTIME] = runtime
     model.__dict__["zero_grad"] = _ZeroGrad(runtime)
     return model
@@ -277,6 +287,31 @@ def _agree(links: Sequence[ShardComm], settings: Sequence[str]) -> None:
             settings = [*settings, f"an error: {error}"]
     if refused is not None:
         raise refused
+
+
+def _compare_replicas(made: Sequence[ShardedUnit], replicas: ShardComm) -> InputError | None:
+    """Return an error where replicas begin with different values: they would stay apart, as gradients are the same."""
+    members = [
+        (slot.names[0], flat.local(number, flat.shard))
+        for unit in made
+        for flat in unit.flats
+        if type(flat.shard) is torch.Tensor  # a subclass may have no bytes of its own
+        for number, slot in enumerate(flat.layout.slots)
+    ]
+    if not members:
+        return None
+    checksums = torch.stack([own.view(torch.uint8).sum(dtype=torch.int64) for _, own in members]).tolist()
+    told = replicas.tell(struct.pack(f"<{len(checksums)}q", *checksums), "comparison of the first values of replicas")
+    for rank, each in enumerate(told):
+        if each != told[0]:
+            pairs = zip(members, struct.iter_unpack("<q", told[0]), struct.iter_unpack("<q", each), strict=True)
+            name = next(name for (name, _), first, other in pairs if first != other)
+            return InputError(
+                f"rank {replicas.global_rank(0)} and rank {replicas.global_rank(rank)} are replicas, and begin with "
+                f"different values of {name!r}; call torch.manual_seed with one number on all ranks before the model "
+                "is built, or give from_rank_0=True"
+            )
+    return None
 
 
 def _kind(member: Member) -> tuple[object, bool]:

@@ -30,7 +30,7 @@ once, since a sum for each module would tell `register_post_accumulate_grad_hook
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -95,6 +95,7 @@ class ShardedRuntime:
         self._reductions = Reductions(self.units, self.links, device)
         self._pass_number = 0
         self._trained = self._training()
+        self._known: set[tuple[nn.Module, str]] | None = None
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -105,6 +106,29 @@ class ShardedRuntime:
     def parameters(self) -> set[nn.Parameter]:
         """The parameters that are sharded."""
         return {parameter for unit in self.units for flat in unit.flats for parameter in flat.parameters}
+
+    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the modules of the model and the names of the parameters that they hold themselves."""
+        for module in self.model.modules():
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                yield module, name
+
+    def remember_places(self) -> None:
+        """Note where the model has parameters: one that comes elsewhere would be trained by each rank on its own."""
+        self._known = set(self._places())
+
+    def _check_places(self) -> None:
+        """Refuse, in the first pass, parameters that came into the model after `shard`."""
+        known, self._known = self._known, None
+        if known is None:
+            return
+        for module, name in self._places():
+            if (module, name) not in known and getattr(module, name).requires_grad:
+                path = next(path for path, each in self.model.named_modules() if each is module)
+                raise StateError(
+                    f"parameter {f'{path}.{name}'!r} came into the model after shard, which does not know it: every "
+                    "rank would train it on its own; change the model first, then shard it"
+                )
 
     @property
     def data_links(self) -> list[ShardComm]:
@@ -283,7 +307,7 @@ class ShardedRuntime:
         if self.schedule.backward_prefetch_at == "before":
             self._gather_before(run)
         unit.wait()
-        unit.check_unchanged()
+        unit.check_unchanged(run.changes)
         if unit.gathered:
             unit.to_unsharded()
         unit.enter(State.BACKWARD)
@@ -388,6 +412,7 @@ class ShardedRuntime:
     def _begin_pass(self, unit: ShardedUnit) -> None:
         for link in (*self.links, *(each.reshard_comm for each in self.units if each.reshard_comm is not None)):
             link.check(f"forward of {unit.title}")
+        self._check_places()
         self._pass_number += 1
         for each in self.units:
             for flat in each.flats:

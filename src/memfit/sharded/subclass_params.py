@@ -227,12 +227,14 @@ class SubclassShard(FlatShard):
         for stream in (streams.prepare, streams.gather):
             streams.after_current(stream)
         # in inference mode a class would get ops that others are made of, such as aten::to, and lose itself in them
-        with torch.inference_mode(False), torch.no_grad(), streams.on(streams.prepare):
-            inputs = self.extension.inputs(self._local.to(self.device, non_blocking=True))
-            unsharded.allocate_for(inputs)
-            for buffer, given in zip(unsharded.buffers, inputs, strict=True):
-                part = self.link.part(buffer)
-                part[: given.numel()].copy_(given.reshape(-1))
+        with torch.inference_mode(False), torch.no_grad():
+            with streams.on(streams.prepare):
+                inputs = self.extension.inputs(self._local.to(self.device, non_blocking=True))
+            unsharded.allocate_for(inputs)  # in the order of the compute stream, as Note [Streams] says
+            with streams.on(streams.prepare):
+                for buffer, given in zip(unsharded.buffers, inputs, strict=True):
+                    part = self.link.part(buffer)
+                    part[: given.numel()].copy_(given.reshape(-1))
             prepared = streams.event(streams.prepare)
         with streams.on(streams.gather):
             streams.wait(prepared)

@@ -19,6 +19,7 @@ from memfit.sharded.streams import Streams
 from memfit.torch_private.dispatch import inner_tensors, is_wrapper_subclass
 from memfit.torch_private.distributed_tensors import local_tensor
 
+_FIRST_TAG = 1 << 30  # above those that users give to sends and receives of their own on the same group
 _KINDS = 2
 _FLATS = 64
 _TAGS = 1 << 19
@@ -196,10 +197,14 @@ class ShardedUnit:
         for flat in self.flats:
             flat.to_sharded()
 
-    def check_unchanged(self) -> None:
-        """Let autograd refuse parameters that were changed since the forward, as it does those of a plain model."""
-        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
-            if unsharded.bytes and unsharded.changes != flat.changes:
+    def changes(self) -> tuple[int, ...]:
+        """Return how often the parameters of each flat shard were changed in place."""
+        return tuple(flat.changes for flat in self.flats)
+
+    def check_unchanged(self, changes: tuple[int, ...]) -> None:
+        """Let autograd refuse parameters that were changed since a forward, as it does those of a plain model."""
+        for before, flat, unsharded in zip(changes, self.flats, self._unsharded, strict=True):
+            if before != flat.changes:
                 unsharded.hide()
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
@@ -272,7 +277,8 @@ class ShardedUnit:
         return all(finished)
 
     def _tag(self, flat: int, kind: int) -> int:
-        return self.pass_number % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
+        within = ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
+        return _FIRST_TAG + self.pass_number % _PASSES * _TAGS + within
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
         """Return the dtype that parameters are gathered in."""
@@ -286,14 +292,16 @@ class Run:
 
     `before` are the units that ended their forward before it in the same pass, `watched` says whether it has outputs
     with a gradient, `counted` whether the unit waits for its backward; a checkpoint's second forward is not counted.
-    `passed` is autograd's number of the last backward that went through its inputs before it began.
+    `passed` is autograd's number of the last backward that went through its inputs before it began. `changes` are the
+    writes to its parameters before it: later forwards of the unit, with changed ones, may come before its backward.
     """
 
-    __slots__ = ("before", "began", "counted", "ended", "passed", "unit", "watched")
+    __slots__ = ("before", "began", "changes", "counted", "ended", "passed", "unit", "watched")
 
     def __init__(self, unit: ShardedUnit) -> None:
         self.unit = unit
         self.before: Sequence[ShardedUnit] = ()
+        self.changes = unit.changes()
         self.began = self.ended = self.counted = self.watched = False
         self.passed = -1
 
