@@ -19,11 +19,12 @@ from memfit.capture import Op, Step, Trace, trace
 from memfit.cost.benchmark import Benchmark
 from memfit.cost.disk import measure_disk
 from memfit.cost.host import phases_ms, reference_steps
-from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, real_flops
+from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, item_bytes_of, real_flops
 from memfit.cost.runtime import Runtime, Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
 from memfit.hardware import (
+    HALF_BYTES,
     RATE_NAMES,
     Device,
     Efficiency,
@@ -40,6 +41,7 @@ from memfit.hardware import (
 _COPY_BYTES = 128 << 20
 _COPIES = 9
 _TELLING_MS = 5.0
+_FEWEST_HALF = 6
 _LONG_RUN_RANGE = (0.5, 1.1)
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -80,6 +82,9 @@ class Calibration:
         for each in self.efficiency.families:
             figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
             lines += table(f"efficiency.{each.family.value}", figures)
+        for each in self.efficiency.half:
+            figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
+            lines += table(f"efficiency.half.{each.family.value}", figures)
         host = self.efficiency.host
         figures = {name: getattr(host, name) for name in HostTimes.__dataclass_fields__}
         lines += table("efficiency.host", {name: figure for name, figure in figures.items() if figure})
@@ -140,8 +145,9 @@ def calibrate(
     console.print("timing the host")
     host = benchmark.host_times(base)
     peaks = _peaks(measured, base)
-    families = fitted(measured, peaks)
-    fitted_device = replace(peaks, efficiency=Efficiency(families=families, host=host))
+    efficiency = Efficiency(families=fitted(measured, peaks), host=host)
+    efficiency = replace(efficiency, half=fitted_half(measured, replace(peaks, efficiency=efficiency)))
+    fitted_device = replace(peaks, efficiency=efficiency)
     disk = None
     if base.type == "cpu":
         console.print("timing the disk")
@@ -156,7 +162,7 @@ def calibrate(
         date=datetime.date.today().isoformat(),
         flops_per_s={name: rate for name in RATE_NAMES if (rate := getattr(peaks.flops_per_s, name)) is not None},
         memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
-        efficiency=Efficiency(families=families, host=host),
+        efficiency=efficiency,
         samples=len(measured),
         long_run=_long_run(fitted_device, steps) if base.type == "cpu" else None,
         disk=disk,
@@ -179,13 +185,32 @@ def _long_run(device: Device, steps: Sequence[tuple[Step, Trace]]) -> float:
 
 
 def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
-    """The factors with which the device's roofline comes nearest to measured times of ops."""
+    """The factors with which the device's roofline comes nearest to measured times of ops; a CPU's of wider numbers."""
+    wide = [each for each in measured if device.type == "cuda" or not _is_half(each[0])]
+    samples = _samples(wide, device)
+    return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
+
+
+def fitted_half(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
+    """The factors of a CPU's ops on 16-bit numbers, of families with enough of them; a GPU's are as for wider ones."""
+    if device.type == "cuda":
+        return ()
+    samples = _samples([each for each in measured if _is_half(each[0])], device)
+    enough = [each for each in device.efficiency.families if len(samples[each.family]) >= _FEWEST_HALF]
+    return tuple(fit_family(samples[start.family], start) for start in enough)
+
+
+def _samples(measured: Sequence[tuple[Op, float]], device: Device) -> dict[Family, list[Sample]]:
     precision = Float32Precision.of_torch() if device.type == "cuda" else Float32Precision()
     samples: dict[Family, list[Sample]] = defaultdict(list)
     for op, op_ms in measured:
         work = estimate_work(op, device, precision)
         samples[work.family].append(Sample(measured_ms=op_ms, compute_ms=work.compute_ms, memory_ms=work.memory_ms))
-    return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
+    return samples
+
+
+def _is_half(op: Op) -> bool:
+    return item_bytes_of(dtype_of(op)) == HALF_BYTES
 
 
 def _peaks(measured: Sequence[tuple[Op, float]], base: Device) -> Device:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from memfit.cost.calibration import Calibration, calibrate
 from memfit.cost.collectives import Collective, Group, collective_figures, traffic
 from memfit.errors import InputError
-from memfit.hardware import CollectiveRate, Device, Efficiency, HostTimes, Link, load_device
+from memfit.hardware import CollectiveRate, Device, Efficiency, FamilyEfficiency, HostTimes, Link, load_device
 
 _SIZES = tuple(1 << power for power in range(14, 25, 2))
 _REPEATS = 9
@@ -64,16 +64,18 @@ def calibrate_on_ranks(
 
 def take_turns(efficiency: Efficiency, turns: float) -> Efficiency:
     """Return what a rank reaches that has a core for one part in so many of the time."""
+
+    def slower(each: FamilyEfficiency) -> FamilyEfficiency:
+        return replace(
+            each,
+            compute=each.compute / turns,
+            bandwidth=each.bandwidth / turns,
+            overhead_ms=each.overhead_ms * turns,
+        )
+
     return Efficiency(
-        families=tuple(
-            replace(
-                each,
-                compute=each.compute / turns,
-                bandwidth=each.bandwidth / turns,
-                overhead_ms=each.overhead_ms * turns,
-            )
-            for each in efficiency.families
-        ),
+        families=tuple(map(slower, efficiency.families)),
+        half=tuple(map(slower, efficiency.half)),
         host=HostTimes(**{each.name: getattr(efficiency.host, each.name) * turns for each in fields(HostTimes)}),
     )
 

@@ -78,7 +78,7 @@ def kernel_ms(op: Op, device: Device, precision: Float32Precision | None = None,
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
     work = estimate_work(op, device, precision or Float32Precision())
-    factors = device.efficiency[work.family]
+    factors = device.efficiency.of(work.family, item_bytes_of(dtype_of(op)))
     compute, bandwidth = factors.compute, factors.bandwidth
     if in_step:
         compute *= device.sustained.long_run
