@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from memfit.capture import Op, Step, Trace, trace
+from memfit.capture import Op, Step, trace
 from memfit.cost.benchmark import Benchmark
 from memfit.cost.disk import measure_disk
 from memfit.cost.host import phases_ms, reference_steps
 from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, item_bytes_of, real_flops
-from memfit.cost.runtime import Runtime, Times
+from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
 from memfit.hardware import (
@@ -28,6 +28,7 @@ from memfit.hardware import (
     RATE_NAMES,
     Device,
     Efficiency,
+    EngineTimes,
     Family,
     FamilyEfficiency,
     HostTimes,
@@ -42,7 +43,9 @@ _COPY_BYTES = 128 << 20
 _COPIES = 9
 _TELLING_MS = 5.0
 _FEWEST_HALF = 6
-_LONG_RUN_RANGE = (0.5, 1.1)
+_LONG_RUN_RANGE = (0.3, 1.1)
+_STEP_REPEATS = 13
+ENGINE_FIGURES = ("slowdown", "collective_ms", "waiting", "second_run_ms")
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -63,8 +66,16 @@ class Calibration:
     ranks: int = 1
     long_run: float | None = None
     """What ops of a CPU's step keep of the rates that they have by themselves; see `Sustained.long_run`."""
+    long_run_half: float | None = None
+    engines: tuple[EngineTimes, ...] = ()
+    """What engines that shard take beyond the ops, on as many ranks."""
     disk: OffloadLink | None = None
     """What a CPU offloads to; None where it could not be measured, and for a GPU."""
+
+    def device(self) -> Device:
+        """Return the device with these figures, as its file describes it."""
+        with tempfile.TemporaryDirectory() as folder:
+            return load_device(str(self.save(Path(folder) / "calibrated.toml")))
 
     def to_toml(self) -> str:
         """The device file."""
@@ -77,8 +88,9 @@ class Calibration:
         lines = [f'name = "{self.name}"', f'base = "{self.base}"', f'title = "{self.machine}, calibrated"']
         lines += table("memory", {"bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s})
         lines += table("flops", self.flops_per_s)
+        kept = {"long_run": self.long_run, "long_run_half": self.long_run_half}
         if self.long_run is not None:
-            lines += table("sustained", {"long_run": self.long_run})
+            lines += table("sustained", {name: figure for name, figure in kept.items() if figure is not None})
         for each in self.efficiency.families:
             figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
             lines += table(f"efficiency.{each.family.value}", figures)
@@ -96,6 +108,8 @@ class Calibration:
             for rate in self.link.collectives:
                 figures = {"bandwidth_bytes_per_s": rate.bandwidth_bytes_per_s, "latency_ms": rate.latency_ms}
                 lines += table(f"links.peer.collectives.{rate.kind}", figures)
+        for each in self.engines:
+            lines += table(f"engines.{each.engine}", {name: getattr(each, name) for name in ENGINE_FIGURES})
         if self.disk is not None:
             rates = {
                 "write_bytes_per_s": self.disk.to_host_bytes_per_s,
@@ -126,28 +140,37 @@ class Calibration:
 
 
 def calibrate(
-    device: str | Device = "cpu", *, name: str | None = None, folder: Path | None = None, progress: bool = True
+    device: str | Device = "cpu",
+    *,
+    name: str | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+    meet: Callable[[], object] | None = None,
 ) -> Calibration:
-    """Measure reference steps on this machine and fit the efficiency of every family of ops to them."""
+    """Measure reference steps on this machine and fit the efficiency of every family of ops to them.
+
+    `meet` is for processes that are measured at the same time: it returns when all of them have called it. What whole
+    steps take is then left to the caller, who may have more of them.
+    """
+    meet_others = meet or (lambda: None)
     base = load_device(device) if isinstance(device, str) else device
     if base.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"calibration runs on the device itself, and there is no GPU here for {base.name!r}")
     console = Console(stderr=True, quiet=not progress)
     benchmark = Benchmark(folder=folder, progress=progress)
     measured: list[tuple[Op, float]] = []
-    steps: list[tuple[Step, Trace]] = []
     for label, step in reference_steps():
         console.print(f"timing {label}")
         captured = trace(step, target=base)
-        steps.append((step, captured))
+        meet_others()
         kernel_ms = benchmark.kernel_ms(captured).tolist()
         measured += [(op, op_ms) for op, op_ms in zip(captured.ops, kernel_ms, strict=True) if not op.view]
     console.print("timing the host")
+    meet_others()
     host = benchmark.host_times(base)
     peaks = _peaks(measured, base)
     efficiency = Efficiency(families=fitted(measured, peaks), host=host)
     efficiency = replace(efficiency, half=fitted_half(measured, replace(peaks, efficiency=efficiency)))
-    fitted_device = replace(peaks, efficiency=efficiency)
     disk = None
     if base.type == "cpu":
         console.print("timing the disk")
@@ -155,7 +178,7 @@ def calibrate(
             disk = measure_disk()
         except OSError as error:
             console.print(f"the disk is not measured, so plans for this device do not offload: {error}")
-    return Calibration(
+    found = Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
         machine=identity(base.type),
@@ -164,24 +187,38 @@ def calibrate(
         memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
         efficiency=efficiency,
         samples=len(measured),
-        long_run=_long_run(fitted_device, steps) if base.type == "cpu" else None,
         disk=disk,
     )
+    if base.type == "cpu" and meet is None:
+        console.print("timing whole steps")
+        found = with_long_run(found, lambda step: float(phases_ms(step, "cpu", _STEP_REPEATS).sum()))
+    return found
 
 
-def _long_run(device: Device, steps: Sequence[tuple[Step, Trace]]) -> float:
-    """Return what ops of whole steps keep of the rates that they were timed with.
+def with_long_run(calibration: Calibration, step_ms: Callable[[Step], float]) -> Calibration:
+    """Return the calibration with what ops of whole steps keep of the rates that they were timed with.
 
     An op that is timed again and again finds its inputs in the caches, and its results in pages that are there; in a
     step both are colder. Steps of some milliseconds tell: in smaller ones the host decides.
     """
-    cost = Roofline(device=device)
-    kept = []
-    for step, captured in steps:
-        expected = Runtime.of(captured, cost).total_ms
-        if expected >= _TELLING_MS and step.autocast is None:
-            kept.append(expected / float(phases_ms(step, device.type).sum()))
-    return float(np.clip(np.median(kept), *_LONG_RUN_RANGE)) if kept else 1.0
+    device = calibration.device()
+    kept: list[float] = []
+    halves: list[tuple[float, float, float]] = []
+    for _, step in reference_steps():
+        captured = trace(step, target=device)
+        op_ms, half = Roofline().op_ms(captured), np.array([not op.view and _is_half(op) for op in captured.ops], bool)
+        expected = float(op_ms.sum())
+        if expected < _TELLING_MS or step.autocast is not None:
+            continue
+        measured = step_ms(step)
+        if half.any():
+            halves.append((float(op_ms[half].sum()), float(op_ms[~half].sum()), measured))
+        else:
+            kept.append(expected / measured)
+    long_run = float(np.clip(np.median(kept), *_LONG_RUN_RANGE)) if kept else 1.0
+    shares = [of_half / max(_LEAST_MS, measured - of_others / long_run) for of_half, of_others, measured in halves]
+    long_run_half = float(np.clip(np.median(shares), *_LONG_RUN_RANGE)) if shares else None
+    return replace(calibration, long_run=long_run, long_run_half=long_run_half)
 
 
 def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:

@@ -54,7 +54,7 @@ def measure_host(kernels: KernelTimes, device: Device) -> HostTimes:
 _PLACES = {Phase.FORWARD: 0, Phase.LOSS: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
 
 
-def phases_ms(step: Step, device_type: str) -> Times:
+def phases_ms(step: Step, device_type: str, repeats: int = _REPEATS) -> Times:
     """Medians of forward, backward and optimizer."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model().to(device_type)
@@ -62,7 +62,7 @@ def phases_ms(step: Step, device_type: str) -> Times:
         optimizer = step.build_optimizer(model)
         assert optimizer is not None
         laps = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             began = time.perf_counter()
             loss = call_model(model, batch)
             forward = time.perf_counter()
@@ -74,7 +74,7 @@ def phases_ms(step: Step, device_type: str) -> Times:
             laps.append((forward - began, backward - forward, time.perf_counter() - backward))
             if device_type == "cuda":
                 torch.cuda.synchronize()
-    return np.median(np.array(laps[_REPEATS // 4 :]), axis=0) * 1e3
+    return np.median(np.array(laps[repeats // 4 :]), axis=0) * 1e3
 
 
 def _view_ms() -> float:

@@ -22,22 +22,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from memfit.cost.calibration import Calibration, calibrate
+from memfit.capture import Step
+from memfit.cost.calibration import Calibration, calibrate, with_long_run
 from memfit.cost.collectives import Collective, Group, collective_figures, traffic
+from memfit.cost.host import phases_ms
 from memfit.errors import InputError
 from memfit.hardware import CollectiveRate, Device, Efficiency, FamilyEfficiency, HostTimes, Link, load_device
 
 _SIZES = tuple(1 << power for power in range(14, 25, 2))
 _REPEATS = 9
+_STEP_REPEATS = 13
 _LEAST = 1e-9
 
 
 def calibrate_on_ranks(
     device: str | Device = "cpu", *, name: str | None = None, progress: bool = True, folder: Path | None = None
 ) -> Calibration:
-    """Measure on every rank of the process group at once, which all of them must call; return this rank's figures.
+    """Measure on every rank of the process group at once, which all of them must call; return the first's figures.
 
-    The link between ranks is the same on all. See Note [Ranks of one machine].
+    See Note [Ranks of one machine]. What the engines that shard take is measured by `verify.calibrate_engines`.
     """
     if not dist.is_initialized():
         raise InputError("there is no process group: start with torchrun --nproc-per-node 2 -m memfit calibrate")
@@ -48,18 +51,35 @@ def calibrate_on_ranks(
     link = measure_link(base)
     dist.barrier()
     at_once = min(ranks, max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    timed = dist.new_group(list(range(at_once)))
+    assert not isinstance(timed, int)
     own: list[Calibration | None] = [None]
     if dist.get_rank() < at_once:
         with tempfile.TemporaryDirectory() as temporary:
-            own = [calibrate(base, folder=folder or Path(temporary), progress=progress and dist.get_rank() == 0)]
-    dist.barrier()  # the others have worked until here, too
-    first = list(own)
-    dist.broadcast_object_list(first)
-    found = own[0] or first[0]
+            own = [
+                calibrate(
+                    base,
+                    folder=folder or Path(temporary),
+                    progress=progress and dist.get_rank() == 0,
+                    meet=lambda: dist.barrier(timed),
+                )
+            ]
+    dist.barrier()
+    dist.broadcast_object_list(own)
+    found = own[0]
     assert found is not None
     efficiency = take_turns(found.efficiency, ranks / at_once)
     named = name or f"{base.name}-{ranks}-ranks"
-    return replace(found, name=named, efficiency=efficiency, link=link, ranks=ranks)
+    found = replace(found, name=named, efficiency=efficiency, link=link, ranks=ranks)
+    return with_long_run(found, _step_ms)
+
+
+def _step_ms(step: Step) -> float:
+    """Return the time of a step while every rank runs it, the mean of all."""
+    dist.barrier()
+    taken = torch.tensor(float(phases_ms(step, "cpu", _STEP_REPEATS).sum()), dtype=torch.float64)
+    dist.all_reduce(taken)
+    return taken.item() / dist.get_world_size()
 
 
 def take_turns(efficiency: Efficiency, turns: float) -> Efficiency:

@@ -61,6 +61,23 @@ class HostTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """What an engine that shards takes on ranks of this device beyond the ops, measured on small sharded steps.
+
+    Collectives take `slowdown` times as long in a step as by themselves, where sending and receiving does not compete
+    with compute. `collective_ms` is what the host takes for each beyond that: hooks, buffers, the views of parameters.
+    `waiting` is the part of a step's ops for which ranks wait for the slowest of them. `second_run_ms` is that of
+    `HostTimes`, under this engine.
+    """
+
+    engine: str
+    slowdown: float
+    collective_ms: float
+    waiting: float
+    second_run_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """The efficiency factors of a device, one for each family.
 

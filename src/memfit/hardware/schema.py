@@ -22,7 +22,7 @@ from memfit.hardware.device import (
     Rates,
     Sustained,
 )
-from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.efficiency import Efficiency, EngineTimes, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.rank_memory import check_margin
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -82,6 +82,7 @@ class SustainedTable(FigureTable, frozen=True):
     matrix: Number | None = None
     bandwidth: Number | None = None
     long_run: Number | None = None
+    long_run_half: Number | None = None
 
 
 class OverheadsTable(FigureTable, frozen=True):
@@ -173,6 +174,16 @@ class EfficiencyTable(FigureTable, frozen=True):
     half: dict[Family, FamilyTable] = {}
 
 
+EngineName = Literal["fsdp2", "sharded"]
+
+
+class EngineTable(FigureTable, frozen=True):
+    slowdown: Number
+    collective_ms: Number
+    waiting: Number
+    second_run_ms: Number
+
+
 class DeviceFile(FigureTable, frozen=True):
     name: str
     title: str
@@ -186,6 +197,7 @@ class DeviceFile(FigureTable, frozen=True):
     compute: ComputeTable = ComputeTable()
     sustained: SustainedTable = SustainedTable()
     efficiency: EfficiencyTable = EfficiencyTable()
+    engines: dict[EngineName, EngineTable] = {}
     aliases: list[str] = []
     notes: str = ""
     sources: dict[str, Source] = {}
@@ -373,6 +385,7 @@ def build_device(
             host=host or usual.host,
             half=half or usual.half,
         ),
+        engines=tuple(_engine(name, table, reader) for name, table in file.engines.items()),
         notes=file.notes,
         provenance=tuple(reader.provenance),
     )
@@ -418,6 +431,13 @@ def _efficiency(
         if (figure := getattr(table.host, name)) is not None
     }
     return families, HostTimes(**host), half
+
+
+def _engine(name: str, table: EngineTable, reader: Reader) -> EngineTimes:
+    names = EngineTable.__struct_fields__
+    return EngineTimes(
+        engine=name, **{each: reader.number(f"engines.{name}.{each}", getattr(table, each)) for each in names}
+    )
 
 
 def _link(name: str, table: LinkTable, reader: Reader) -> Link:

@@ -50,6 +50,7 @@ class Calibrate:
         from memfit.cost import calibrate, calibrate_on_ranks
         from memfit.files import check_can_write
         from memfit.hardware import load_device, user_device_paths
+        from memfit.verify import calibrate_engines
 
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; write a whole number of at least 1")
@@ -66,7 +67,7 @@ class Calibrate:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1:
             torch.distributed.init_process_group("gloo")
-            calibration = calibrate_on_ranks(device, name=self.name)
+            calibration = calibrate_engines(calibrate_on_ranks(device, name=self.name))
             rank = torch.distributed.get_rank()
             torch.distributed.destroy_process_group()
             if rank:
