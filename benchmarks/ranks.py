@@ -1,9 +1,11 @@
 """Plans on real ranks: both engines, five models, four configurations, at 2 and 4 Gloo ranks of this machine.
 
 For each, every rank's peak is measured beside the predicted one and the budget, and the step under the plan is compared
-bit for bit with the step on the same engine without it. With `--times` each number of ranks is calibrated first, all of
-them at once (`torchrun -m memfit calibrate`), and the time of steps is measured in several rounds over all cases. Times
-mean something on a quiet machine only. `python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
+bit for bit with the step on the same engine without it. `--parts` says what is done: `calibrate` measures each number
+of ranks, all at once (as `torchrun -m memfit calibrate` does), `plan` plans, `peaks` verifies plans, `predict` works
+their times out again by the calibration that is there, and `times` measures steps in rounds over all cases, which mean
+something on a quiet machine only. `--folder` keeps what was found, for the next part.
+`python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
 """
 
 from __future__ import annotations
@@ -175,17 +177,11 @@ def work(arguments: argparse.Namespace) -> None:
                 note(folder, case, found)
     if "times" in arguments.parts:
         planned = [case for case in cases if case.file(folder).exists()]
-        rounds: dict[Case, list[tuple[float, float]]] = {case: [] for case in planned}
         for _, case in product(range(arguments.rounds), planned):
             plan = known_plan(case, folder)
-            rounds[case].append((time_ms(case, plan, arguments.steps), time_ms(case, unplanned(plan), arguments.steps)))
+            under_plan, plain = (time_ms(case, each, arguments.steps) for each in (plan, unplanned(plan)))
             if dist.get_rank() == 0:
-                found = rounds[case]
-                note(
-                    folder,
-                    case,
-                    {"rounds_ms": [each for each, _ in found], "plain_rounds_ms": [each for _, each in found]},
-                )
+                note(folder, case, add_round(case, folder, {"rounds_ms": under_plan, "plain_rounds_ms": plain}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -197,6 +193,12 @@ def note(folder: Path, case: Case, found: dict[str, Any]) -> None:
     file.write_text(json.dumps({**known, **found}))
     shown = {name: figure for name, figure in found.items() if name in SHOWN}
     print(f"{dist.get_world_size()} ranks, {case}: {shown}", file=sys.stderr, flush=True)
+
+
+def add_round(case: Case, folder: Path, taken: dict[str, float]) -> dict[str, list[float]]:
+    """Return the known rounds of a case and one more."""
+    known = json.loads(case.file(folder).read_text())
+    return {name: [*known.get(name, ()), each_ms] for name, each_ms in taken.items()}
 
 
 def plan_case(case: Case, folder: Path, target: str) -> dict[str, Any]:
@@ -329,7 +331,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--parts", nargs="+", default=["peaks"], choices=PARTS, help="what to do; times need peaks")
-    parser.add_argument("--times", action="store_true", help="all three parts: calibrate, peaks, times")
+    parser.add_argument("--times", action="store_true", help="all parts")
     parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
     parser.add_argument("--steps", type=int, default=5, help="whose median is a round's time")
     parser.add_argument("--folder", type=Path, help="where calibration and results are kept, to go on with later")

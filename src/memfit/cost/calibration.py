@@ -44,8 +44,8 @@ _COPIES = 9
 _TELLING_MS = 5.0
 _FEWEST_HALF = 6
 _LONG_RUN_RANGE = (0.3, 1.1)
-_STEP_REPEATS = 13
-ENGINE_FIGURES = ("slowdown", "collective_ms", "waiting", "second_run_ms")
+STEP_REPEATS = 13
+"""How often a whole step is run for its median."""
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -109,7 +109,8 @@ class Calibration:
                 figures = {"bandwidth_bytes_per_s": rate.bandwidth_bytes_per_s, "latency_ms": rate.latency_ms}
                 lines += table(f"links.peer.collectives.{rate.kind}", figures)
         for each in self.engines:
-            lines += table(f"engines.{each.engine}", {name: getattr(each, name) for name in ENGINE_FIGURES})
+            figures = {name: getattr(each, name) for name in EngineTimes.__dataclass_fields__ if name != "engine"}
+            lines += table(f"engines.{each.engine}", figures)
         if self.disk is not None:
             rates = {
                 "write_bytes_per_s": self.disk.to_host_bytes_per_s,
@@ -191,7 +192,7 @@ def calibrate(
     )
     if base.type == "cpu" and meet is None:
         console.print("timing whole steps")
-        found = with_long_run(found, lambda step: float(phases_ms(step, "cpu", _STEP_REPEATS).sum()))
+        found = with_long_run(found, lambda step: float(phases_ms(step, "cpu", STEP_REPEATS).sum()))
     return found
 
 

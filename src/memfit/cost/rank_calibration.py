@@ -4,8 +4,9 @@ Note [Ranks of one machine]: ranks of a CPU have its cores and its memory's band
 cores can run time the same ops at the same time, and what is written is what one rank reaches while the others work
 too. More ranks than that take turns: a short op is then either not interrupted at all, or for many times its length,
 so that no median of its times is what it takes in the long run. The ranks that are too many wait meanwhile, and every
-time is multiplied by how many ranks share a core. Times of a machine that had one rank are of no use to several, nor
-are these to it: nothing is cached.
+time is multiplied by how many ranks share a core. Whole steps are then run by all ranks, and correct this. Each stretch
+is begun by all at once: a rank whose neighbour is done has the machine for itself. Times of a machine that had one rank
+are of no use to several, nor are these to it: nothing is cached.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.capture import Step
-from memfit.cost.calibration import Calibration, calibrate, with_long_run
+from memfit.cost.calibration import STEP_REPEATS, Calibration, calibrate, with_long_run
 from memfit.cost.collectives import Collective, Group, collective_figures, traffic
 from memfit.cost.host import phases_ms
 from memfit.errors import InputError
@@ -31,7 +33,6 @@ from memfit.hardware import CollectiveRate, Device, Efficiency, FamilyEfficiency
 
 _SIZES = tuple(1 << power for power in range(14, 25, 2))
 _REPEATS = 9
-_STEP_REPEATS = 13
 _LEAST = 1e-9
 
 
@@ -51,17 +52,16 @@ def calibrate_on_ranks(
     link = measure_link(base)
     dist.barrier()
     at_once = min(ranks, max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
-    timed = dist.new_group(list(range(at_once)))
-    assert not isinstance(timed, int)
+    timing = dist.new_group(list(range(at_once)))
     own: list[Calibration | None] = [None]
-    if dist.get_rank() < at_once:
+    if isinstance(timing, dist.ProcessGroup):  # this rank is in it
         with tempfile.TemporaryDirectory() as temporary:
             own = [
                 calibrate(
                     base,
                     folder=folder or Path(temporary),
                     progress=progress and dist.get_rank() == 0,
-                    meet=lambda: dist.barrier(timed),
+                    meet=partial(dist.barrier, timing),
                 )
             ]
     dist.barrier()
@@ -77,7 +77,7 @@ def calibrate_on_ranks(
 def _step_ms(step: Step) -> float:
     """Return the time of a step while every rank runs it, the mean of all."""
     dist.barrier()
-    taken = torch.tensor(float(phases_ms(step, "cpu", _STEP_REPEATS).sum()), dtype=torch.float64)
+    taken = torch.tensor(float(phases_ms(step, "cpu", STEP_REPEATS).sum()), dtype=torch.float64)
     dist.all_reduce(taken)
     return taken.item() / dist.get_world_size()
 

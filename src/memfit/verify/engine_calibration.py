@@ -8,7 +8,7 @@ sharded by an engine, and so under a plan. What sharding adds is explained by th
 of which the first are what the link's figures say and the last are the step without sharding: ranks wait at every
 collective for the slowest, and the longer they have computed, the farther apart they are. Steps differ in what they
 have most of, so that the three can be told apart. What the plan adds, less the ops that it recomputes, is the host's
-part of a recompute: `second_run_ms` for each op of a unit. The steps are memfit's reference models, none a user's.
+part of a recompute: `second_run_ms` for each op of a unit. The steps are memfit's reference models, no user's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ _BUDGET_PART = 0.4
 """Where a plan's budget lies between the least and what the step takes without one."""
 _ROUNDS, _WARMUP, _LAPS = 3, 2, 5
 _LEAST = 1e-6
-_USUAL_SLOWDOWN = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +71,7 @@ def calibrate_engines(
     if not dist.is_initialized() or dist.get_world_size() != calibration.ranks:
         raise InputError(f"the calibration is of {calibration.ranks} ranks; call this on as many, after it")
     console = Console(stderr=True, quiet=not progress or dist.get_rank() != 0)
-    device = calibration.device()
+    device = replace(calibration, engines=()).device()
     found = []
     for engine in engines:
         samples = []

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this machine for a minute or two and write its figures as a device of your own.
+    """Measure this machine for some minutes and write its figures as a device of your own.
 
     Give the new device as target, and predicted times are those of this machine. Under torchrun all ranks are measured
-    at once, with the collectives between them: those of a plan for as many ranks on this machine.
+    at once, with the collectives between them and the engines that shard: those of a plan for as many ranks on this
+    machine.
 
     examples:
       memfit calibrate
@@ -103,4 +104,6 @@ def _table(calibration: Calibration) -> Table:
     if calibration.disk is not None:
         away, back = calibration.disk.to_host_bytes_per_s, calibration.disk.to_device_bytes_per_s
         table.caption += f"; disk {away / 1e9:.1f} GB/s there, {back / 1e9:.1f} GB/s back"
+    for each in calibration.engines:
+        table.caption += f"; {each.engine} {display_ms(each.collective_ms)} a collective, {each.waiting:.0%} waiting"
     return table
