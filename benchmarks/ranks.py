@@ -1,9 +1,11 @@
 """Plans on real ranks: both engines, five models, four configurations, at 2 and 4 Gloo ranks of this machine.
 
 For each, every rank's peak is measured beside the predicted one and the budget, and the step under the plan is compared
-bit for bit with the step on the same engine without it. With `--times` each number of ranks is calibrated first, all of
-them at once (`torchrun -m memfit calibrate`), and the time of steps is measured in several rounds over all cases. Times
-mean something on a quiet machine only. `python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
+bit for bit with the step on the same engine without it. `--parts` says what is done: `calibrate` measures each number
+of ranks, all at once (as `torchrun -m memfit calibrate` does), `plan` plans, `peaks` verifies plans, `predict` works
+their times out again by the calibration that is there, and `times` measures steps in rounds over all cases, which mean
+something on a quiet machine only. `--folder` keeps what was found, for the next part.
+`python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ from rich.table import Table
 from torch import nn
 
 import memfit
+from memfit.analysis import Report
 from memfit.cost import calibrate_on_ranks
-from memfit.plans import Plan
+from memfit.plans import Plan, build_policy
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
+from memfit.verify import calibrate_engines
 
 VOCABULARY, BATCH, LENGTH = 512, 4, 128
-PARTS = ("calibrate", "peaks", "times")
+PARTS = ("calibrate", "plan", "peaks", "predict", "times")
+SHOWN = ("peak_errors", "predicted_ms", "plain_predicted_ms", "rounds_ms", "plain_rounds_ms")
 WARMUP = 3
 ENGINES = ("fsdp2", "sharded")
 LLAMA: dict[str, Any] = {
@@ -153,51 +158,89 @@ def work(arguments: argparse.Namespace) -> None:
     ranks, folder = dist.get_world_size(), Path(arguments.folder)
     calibrated = folder / f"cpu-{ranks}-ranks.toml"
     if "calibrate" in arguments.parts:
-        calibration = calibrate_on_ranks(name=calibrated.stem)
+        calibration = calibrate_engines(calibrate_on_ranks(name=calibrated.stem))
         if dist.get_rank() == 0:
             calibration.save(calibrated)
         dist.barrier()
     target = calibrated.stem if calibrated.exists() else "cpu"
     names = product(arguments.engines, arguments.models, arguments.configurations)
     cases = [Case(engine=engine, model=model, configuration=name) for engine, model, name in names]
+    for part, work_out in (("plan", plan_case), ("predict", predict)):
+        if part in arguments.parts:  # ranks have a part of the cases each
+            for case in cases[dist.get_rank() :: ranks]:
+                note(folder, case, work_out(case, folder, target))
+            dist.barrier()
     if "peaks" in arguments.parts:
         for case in cases:
-            note(folder, case, verify(case, target))
+            found = verify(case, folder, target)
+            if dist.get_rank() == 0:
+                note(folder, case, found)
     if "times" in arguments.parts:
         planned = [case for case in cases if case.file(folder).exists()]
-        rounds: dict[Case, list[tuple[float, float]]] = {case: [] for case in planned}
         for _, case in product(range(arguments.rounds), planned):
-            plan = Plan.from_json(json.loads(case.file(folder).read_text())["plan"])
-            rounds[case].append((time_ms(case, plan, arguments.steps), time_ms(case, unplanned(plan), arguments.steps)))
-        for case, found in rounds.items():
-            note(
-                folder, case, {"rounds_ms": [each for each, _ in found], "plain_rounds_ms": [each for _, each in found]}
-            )
+            plan = known_plan(case, folder)
+            under_plan, plain = (time_ms(case, each, arguments.steps) for each in (plan, unplanned(plan)))
+            if dist.get_rank() == 0:
+                note(folder, case, add_round(case, folder, {"rounds_ms": under_plan, "plain_rounds_ms": plain}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def note(folder: Path, case: Case, found: dict[str, Any]) -> None:
-    """Write on rank 0 what was found of a case beside what is known of it."""
-    if dist.get_rank() == 0:
-        file = case.file(folder)
-        known = json.loads(file.read_text()) if file.exists() else {"ranks": dist.get_world_size(), **vars(case)}
-        file.write_text(json.dumps({**known, **found}))
-        shown = found.get("peak_errors") or found.get("rounds_ms")
-        print(f"{dist.get_world_size()} ranks, {case}: {shown}", file=sys.stderr, flush=True)
+    """Write what was found of a case beside what is known of it."""
+    file = case.file(folder)
+    known = json.loads(file.read_text()) if file.exists() else {"ranks": dist.get_world_size(), **vars(case)}
+    file.write_text(json.dumps({**known, **found}))
+    shown = {name: figure for name, figure in found.items() if name in SHOWN}
+    print(f"{dist.get_world_size()} ranks, {case}: {shown}", file=sys.stderr, flush=True)
 
 
-def verify(case: Case, target: str) -> dict[str, Any]:
-    """Plan one case on rank 0 and verify it on all ranks; what rank 0 reports."""
-    step = case.step()
-    told: list[str] = [case.plan(step, target).to_json() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(told)
-    plan = Plan.from_json(told[0])
-    found = plan.verify(step, 1, time_tolerance=None)
-    assert plan.predicted is not None and found.baseline_peak is not None and found.baseline_step is not None
+def add_round(case: Case, folder: Path, taken: dict[str, float]) -> dict[str, list[float]]:
+    """Return the known rounds of a case and one more."""
+    known = json.loads(case.file(folder).read_text())
+    return {name: [*known.get(name, ()), each_ms] for name, each_ms in taken.items()}
+
+
+def plan_case(case: Case, folder: Path, target: str) -> dict[str, Any]:
+    """Plan one case, and return the plan with what it predicts."""
+    plan = case.plan(case.step(), target)
+    assert plan.predicted is not None
     return {
-        "plan": told[0],
+        "plan": plan.to_json(),
         "checkpointed": len(plan.checkpoint),
+        "predicted_ms": plan.predicted.step_ms,
+        "plain_predicted_ms": plan.baseline.step_ms,
+    }
+
+
+def predict(case: Case, folder: Path, target: str) -> dict[str, Any]:
+    """Work out again what a plan that was made before takes, by the calibration that is there now."""
+    plan = known_plan(case, folder)
+    problem = Report.of(plan, case.step()).problem
+    units = {unit.name: unit for unit in problem.units}
+    recompute_ms = sum(problem.recompute_ms(units[each.unit], build_policy(each)) for each in plan.checkpoint)
+    plain_ms = problem.runtime.total_ms + problem.exposed_ms
+    return {"predicted_ms": plain_ms + recompute_ms, "plain_predicted_ms": plain_ms}
+
+
+def known_plan(case: Case, folder: Path) -> Plan:
+    """Return the plan that was made of a case."""
+    return Plan.from_json(json.loads(case.file(folder).read_text())["plan"])
+
+
+def verify(case: Case, folder: Path, target: str) -> dict[str, Any]:
+    """Verify the plan of one case on all ranks, or make it first on rank 0; what rank 0 reports."""
+    step = case.step()
+    told: list[dict[str, Any]] = [{}]
+    if dist.get_rank() == 0:
+        known = json.loads(case.file(folder).read_text()) if case.file(folder).exists() else {}
+        told = [known if "plan" in known else plan_case(case, folder, target)]
+    dist.broadcast_object_list(told)
+    plan = Plan.from_json(told[0]["plan"])
+    found = plan.verify(step, 1, time_tolerance=None)
+    assert found.baseline_peak is not None and found.baseline_step is not None
+    return {
+        **told[0],
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": [each.peak.predicted_bytes for each in found.ranks],
         "measured_bytes": [each.peak.measured_bytes for each in found.ranks],
@@ -210,8 +253,6 @@ def verify(case: Case, target: str) -> dict[str, Any]:
         "within_budget": all(each.peak.measured_bytes <= plan.budget_bytes for each in found.ranks),
         "same_bits": found.exactness is not None and found.exactness.equal,
         "findings": list(found.findings),
-        "predicted_ms": plan.predicted.step_ms,
-        "plain_predicted_ms": plan.baseline.step_ms,
     }
 
 
@@ -246,11 +287,14 @@ def show(rows: list[dict[str, Any]]) -> None:
             table.add_column(column)
     peaks, offs, plain_offs = [], [], []
     for row in rows:
-        worst = max(row["peak_errors"], key=abs)
-        peaks += [abs(each) for each in row["peak_errors"]]
         cells = [str(row["ranks"]), row["engine"], row["model"], row["configuration"], str(row["checkpointed"])]
-        cells += [f"{max(row['measured_bytes']):,}", f"{worst:+.3%}"]
-        cells += ["within" if row["within_budget"] else "ABOVE", "same" if row["same_bits"] else "OTHER"]
+        if "peak_errors" in row:
+            worst = max(row["peak_errors"], key=abs)
+            peaks += [abs(each) for each in row["peak_errors"]]
+            cells += [f"{max(row['measured_bytes']):,}", f"{worst:+.3%}"]
+            cells += ["within" if row["within_budget"] else "ABOVE", "same" if row["same_bits"] else "OTHER"]
+        else:
+            cells += [""] * 4
         if "rounds_ms" in row:
             measured = statistics.median(row["rounds_ms"])
             offs.append(row["predicted_ms"] / measured - 1)
@@ -264,11 +308,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         table.add_row(*cells)
     console = Console(width=180)
     console.print(table)
-    console.print(
-        f"{len(rows)} cases; peaks of ranks off by {statistics.median(peaks):.4%} (median), {max(peaks):.3%} (most); "
-        f"{sum(row['within_budget'] for row in rows)} within their budget; {sum(row['same_bits'] for row in rows)} "
-        "with the bits of the step without a plan"
-    )
+    if peaks:
+        verified = [row for row in rows if "peak_errors" in row]
+        console.print(
+            f"{len(verified)} cases; peaks of ranks off by {statistics.median(peaks):.4%} (median), "
+            f"{max(peaks):.3%} (most); {sum(row['within_budget'] for row in verified)} within their budget; "
+            f"{sum(row['same_bits'] for row in verified)} with the bits of the step without a plan"
+        )
     for label, found in (("under the plan", offs), ("without it", plain_offs)):
         if found:
             near = sum(abs(each) <= 0.2 for each in found)
@@ -285,7 +331,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--parts", nargs="+", default=["peaks"], choices=PARTS, help="what to do; times need peaks")
-    parser.add_argument("--times", action="store_true", help="all three parts: calibrate, peaks, times")
+    parser.add_argument("--times", action="store_true", help="all parts")
     parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
     parser.add_argument("--steps", type=int, default=5, help="whose median is a round's time")
     parser.add_argument("--folder", type=Path, help="where calibration and results are kept, to go on with later")
@@ -304,7 +350,7 @@ def main() -> None:
             given = [*command, __file__, *sys.argv[1:], "--folder", str(folder)]
             subprocess.run(given, check=True, env=environment)
         rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*-ranks-*.json"))]
-    rows = [row for row in rows if "peak_errors" in row]
+    rows = [row for row in rows if "peak_errors" in row or "rounds_ms" in row]
     if rows:
         show(rows)
     if arguments.json is not None:

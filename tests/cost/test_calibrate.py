@@ -180,3 +180,47 @@ def test_a_disk_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_pat
     found = measure_disk(tmp_path, n_bytes=1 << 16)
     assert found.to_host_bytes_per_s > 0 and found.to_device_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ops_on_16_bit_numbers_are_measured_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    size = Size(batch=1, length=16, width=32)
+    steps = [("text", language_step(size, plain=True)), ("bf16", language_step(size, plain=True, dtype=torch.bfloat16))]
+    monkeypatch.setattr(calibration, "reference_steps", lambda: iter(steps))
+    monkeypatch.setattr(calibration, "_TELLING_MS", 0.0)
+    found = calibrate("cpu", name="my-machine", folder=tmp_path / "cache", progress=False)
+    assert {each.family for each in found.efficiency.half} >= {Family.ELEMENTWISE, Family.MATRIX_SMALL, Family.COPY}
+    device = load_device(str(found.save(tmp_path / "my-machine.toml")))
+    for mine, theirs in zip(device.efficiency.half, found.efficiency.half, strict=True):
+        assert mine.family is theirs.family
+        assert dataclasses.astuple(mine)[1:] == pytest.approx(dataclasses.astuple(theirs)[1:], rel=1e-4)
+    assert device.sustained.kept_by(2) == pytest.approx(found.long_run_half, rel=1e-4)
+    assert device.sustained.kept_by(4) == pytest.approx(found.long_run, rel=1e-4)
+
+
+def test_figures_of_16_bit_numbers_change_the_time_of_ops_on_them_alone(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text(
+        'name = "slow"\nbase = "cpu"\n[sustained]\nlong_run_half = 0.5\n[efficiency.half.elementwise]\n'
+        "compute = 1.0\nbandwidth = 1e-3\noverhead_ms = 1.0\n"
+    )
+    usual, slow = load_device("cpu"), load_device(str(tmp_path / "slow.toml"))
+    size = Size(batch=2, length=32, width=64)
+    for dtype, ops_change in ((torch.float32, False), (torch.bfloat16, True)):
+        captured = trace(language_step(size, plain=True, dtype=dtype), target=usual)
+        before, after = (Roofline(device=device).kernel_ms(captured.ops, device) for device in (usual, slow))
+        names = {op.name for op, one, two in zip(captured.ops, before, after, strict=True) if two > one}
+        assert ("aten.mul.Tensor" in names) is ops_change and ("aten.mm.default" in names) is ops_change
+        assert ("aten._log_softmax.default" in names) is False, "the loss is in float32"
+
+
+def test_a_calibration_from_before_these_figures_predicts_as_it_did(tmp_path: Path) -> None:
+    (tmp_path / "old.toml").write_text(
+        'name = "old"\nbase = "cpu"\n[sustained]\nlong_run = 0.9\n[links.peer]\nkind = "gloo"\n'
+        "bandwidth_bytes_per_s = 1e9\nlatency_ms = 0.2\n"
+    )
+    old = load_device(str(tmp_path / "old.toml"))
+    assert old.engines == () and old.engine("fsdp2") is None and old.efficiency.half == ()
+    assert old.sustained.kept_by(2) == old.sustained.kept_by(4) == 0.9
+    for family in Family:
+        assert old.efficiency.of(family, 2) == old.efficiency[family]

@@ -10,6 +10,7 @@ from memfit.cost.collectives import (
     Group,
     collective_ms,
 )
+from memfit.cost.host import Size, language_step
 from memfit.cost.rank_calibration import calibrate_on_ranks, fit_link
 from memfit.cost.roofline import Float32Precision, Roofline, item_bytes_of, peak_ms, real_flops
 from memfit.cost.runtime import Cost, ModuleTime, Runtime, repeats
@@ -30,12 +31,14 @@ __all__ = [
     "ModuleTime",
     "Roofline",
     "Runtime",
+    "Size",
     "calibrate",
     "calibrate_on_ranks",
     "collective_ms",
     "cost_model",
     "fit_link",
     "item_bytes_of",
+    "language_step",
     "peak_ms",
     "real_flops",
     "repeats",

@@ -15,18 +15,20 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from memfit.capture import Op, Step, Trace, trace
+from memfit.capture import Op, Step, trace
 from memfit.cost.benchmark import Benchmark
 from memfit.cost.disk import measure_disk
 from memfit.cost.host import phases_ms, reference_steps
-from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, real_flops
-from memfit.cost.runtime import Runtime, Times
+from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, item_bytes_of, real_flops
+from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
 from memfit.hardware import (
+    HALF_BYTES,
     RATE_NAMES,
     Device,
     Efficiency,
+    EngineTimes,
     Family,
     FamilyEfficiency,
     HostTimes,
@@ -40,7 +42,10 @@ from memfit.hardware import (
 _COPY_BYTES = 128 << 20
 _COPIES = 9
 _TELLING_MS = 5.0
-_LONG_RUN_RANGE = (0.5, 1.1)
+_FEWEST_HALF = 6
+_LONG_RUN_RANGE = (0.3, 1.1)
+STEP_REPEATS = 13
+"""How often a whole step is run for its median."""
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -61,8 +66,16 @@ class Calibration:
     ranks: int = 1
     long_run: float | None = None
     """What ops of a CPU's step keep of the rates that they have by themselves; see `Sustained.long_run`."""
+    long_run_half: float | None = None
+    engines: tuple[EngineTimes, ...] = ()
+    """What engines that shard take beyond the ops, on as many ranks."""
     disk: OffloadLink | None = None
     """What a CPU offloads to; None where it could not be measured, and for a GPU."""
+
+    def device(self) -> Device:
+        """Return the device with these figures, as its file describes it."""
+        with tempfile.TemporaryDirectory() as folder:
+            return load_device(str(self.save(Path(folder) / "calibrated.toml")))
 
     def to_toml(self) -> str:
         """The device file."""
@@ -75,11 +88,15 @@ class Calibration:
         lines = [f'name = "{self.name}"', f'base = "{self.base}"', f'title = "{self.machine}, calibrated"']
         lines += table("memory", {"bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s})
         lines += table("flops", self.flops_per_s)
+        kept = {"long_run": self.long_run, "long_run_half": self.long_run_half}
         if self.long_run is not None:
-            lines += table("sustained", {"long_run": self.long_run})
+            lines += table("sustained", {name: figure for name, figure in kept.items() if figure is not None})
         for each in self.efficiency.families:
             figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
             lines += table(f"efficiency.{each.family.value}", figures)
+        for each in self.efficiency.half:
+            figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
+            lines += table(f"efficiency.half.{each.family.value}", figures)
         host = self.efficiency.host
         figures = {name: getattr(host, name) for name in HostTimes.__dataclass_fields__}
         lines += table("efficiency.host", {name: figure for name, figure in figures.items() if figure})
@@ -91,6 +108,9 @@ class Calibration:
             for rate in self.link.collectives:
                 figures = {"bandwidth_bytes_per_s": rate.bandwidth_bytes_per_s, "latency_ms": rate.latency_ms}
                 lines += table(f"links.peer.collectives.{rate.kind}", figures)
+        for each in self.engines:
+            figures = {name: getattr(each, name) for name in EngineTimes.__dataclass_fields__ if name != "engine"}
+            lines += table(f"engines.{each.engine}", figures)
         if self.disk is not None:
             rates = {
                 "write_bytes_per_s": self.disk.to_host_bytes_per_s,
@@ -121,27 +141,37 @@ class Calibration:
 
 
 def calibrate(
-    device: str | Device = "cpu", *, name: str | None = None, folder: Path | None = None, progress: bool = True
+    device: str | Device = "cpu",
+    *,
+    name: str | None = None,
+    folder: Path | None = None,
+    progress: bool = True,
+    meet: Callable[[], object] | None = None,
 ) -> Calibration:
-    """Measure reference steps on this machine and fit the efficiency of every family of ops to them."""
+    """Measure reference steps on this machine and fit the efficiency of every family of ops to them.
+
+    `meet` is for processes that are measured at the same time: it returns when all of them have called it. What whole
+    steps take is then left to the caller, who may have more of them.
+    """
+    meet_others = meet or (lambda: None)
     base = load_device(device) if isinstance(device, str) else device
     if base.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"calibration runs on the device itself, and there is no GPU here for {base.name!r}")
     console = Console(stderr=True, quiet=not progress)
     benchmark = Benchmark(folder=folder, progress=progress)
     measured: list[tuple[Op, float]] = []
-    steps: list[tuple[Step, Trace]] = []
     for label, step in reference_steps():
         console.print(f"timing {label}")
         captured = trace(step, target=base)
-        steps.append((step, captured))
+        meet_others()
         kernel_ms = benchmark.kernel_ms(captured).tolist()
         measured += [(op, op_ms) for op, op_ms in zip(captured.ops, kernel_ms, strict=True) if not op.view]
     console.print("timing the host")
+    meet_others()
     host = benchmark.host_times(base)
     peaks = _peaks(measured, base)
-    families = fitted(measured, peaks)
-    fitted_device = replace(peaks, efficiency=Efficiency(families=families, host=host))
+    efficiency = Efficiency(families=fitted(measured, peaks), host=host)
+    efficiency = replace(efficiency, half=fitted_half(measured, replace(peaks, efficiency=efficiency)))
     disk = None
     if base.type == "cpu":
         console.print("timing the disk")
@@ -149,43 +179,76 @@ def calibrate(
             disk = measure_disk()
         except OSError as error:
             console.print(f"the disk is not measured, so plans for this device do not offload: {error}")
-    return Calibration(
+    found = Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
         machine=identity(base.type),
         date=datetime.date.today().isoformat(),
         flops_per_s={name: rate for name in RATE_NAMES if (rate := getattr(peaks.flops_per_s, name)) is not None},
         memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
-        efficiency=Efficiency(families=families, host=host),
+        efficiency=efficiency,
         samples=len(measured),
-        long_run=_long_run(fitted_device, steps) if base.type == "cpu" else None,
         disk=disk,
     )
+    if base.type == "cpu" and meet is None:
+        console.print("timing whole steps")
+        found = with_long_run(found, lambda step: float(phases_ms(step, "cpu", STEP_REPEATS).sum()))
+    return found
 
 
-def _long_run(device: Device, steps: Sequence[tuple[Step, Trace]]) -> float:
-    """Return what ops of whole steps keep of the rates that they were timed with.
+def with_long_run(calibration: Calibration, step_ms: Callable[[Step], float]) -> Calibration:
+    """Return the calibration with what ops of whole steps keep of the rates that they were timed with.
 
     An op that is timed again and again finds its inputs in the caches, and its results in pages that are there; in a
     step both are colder. Steps of some milliseconds tell: in smaller ones the host decides.
     """
-    cost = Roofline(device=device)
-    kept = []
-    for step, captured in steps:
-        expected = Runtime.of(captured, cost).total_ms
-        if expected >= _TELLING_MS and step.autocast is None:
-            kept.append(expected / float(phases_ms(step, device.type).sum()))
-    return float(np.clip(np.median(kept), *_LONG_RUN_RANGE)) if kept else 1.0
+    device = calibration.device()
+    kept: list[float] = []
+    halves: list[tuple[float, float, float]] = []
+    for _, step in reference_steps():
+        captured = trace(step, target=device)
+        op_ms, half = Roofline().op_ms(captured), np.array([not op.view and _is_half(op) for op in captured.ops], bool)
+        expected = float(op_ms.sum())
+        if expected < _TELLING_MS or step.autocast is not None:
+            continue
+        measured = step_ms(step)
+        if half.any():
+            halves.append((float(op_ms[half].sum()), float(op_ms[~half].sum()), measured))
+        else:
+            kept.append(expected / measured)
+    long_run = float(np.clip(np.median(kept), *_LONG_RUN_RANGE)) if kept else 1.0
+    shares = [of_half / max(_LEAST_MS, measured - of_others / long_run) for of_half, of_others, measured in halves]
+    long_run_half = float(np.clip(np.median(shares), *_LONG_RUN_RANGE)) if shares else None
+    return replace(calibration, long_run=long_run, long_run_half=long_run_half)
 
 
 def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
-    """The factors with which the device's roofline comes nearest to measured times of ops."""
+    """The factors with which the device's roofline comes nearest to measured times of ops; a CPU's of wider numbers."""
+    wide = [each for each in measured if device.type == "cuda" or not _is_half(each[0])]
+    samples = _samples(wide, device)
+    return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
+
+
+def fitted_half(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
+    """The factors of a CPU's ops on 16-bit numbers, of families with enough of them; a GPU's are as for wider ones."""
+    if device.type == "cuda":
+        return ()
+    samples = _samples([each for each in measured if _is_half(each[0])], device)
+    enough = [each for each in device.efficiency.families if len(samples[each.family]) >= _FEWEST_HALF]
+    return tuple(fit_family(samples[start.family], start) for start in enough)
+
+
+def _samples(measured: Sequence[tuple[Op, float]], device: Device) -> dict[Family, list[Sample]]:
     precision = Float32Precision.of_torch() if device.type == "cuda" else Float32Precision()
     samples: dict[Family, list[Sample]] = defaultdict(list)
     for op, op_ms in measured:
         work = estimate_work(op, device, precision)
         samples[work.family].append(Sample(measured_ms=op_ms, compute_ms=work.compute_ms, memory_ms=work.memory_ms))
-    return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
+    return samples
+
+
+def _is_half(op: Op) -> bool:
+    return item_bytes_of(dtype_of(op)) == HALF_BYTES
 
 
 def _peaks(measured: Sequence[tuple[Op, float]], base: Device) -> Device:

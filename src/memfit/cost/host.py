@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -53,7 +54,7 @@ def measure_host(kernels: KernelTimes, device: Device) -> HostTimes:
 _PLACES = {Phase.FORWARD: 0, Phase.LOSS: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
 
 
-def phases_ms(step: Step, device_type: str) -> Times:
+def phases_ms(step: Step, device_type: str, repeats: int = _REPEATS) -> Times:
     """Medians of forward, backward and optimizer."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model().to(device_type)
@@ -61,7 +62,7 @@ def phases_ms(step: Step, device_type: str) -> Times:
         optimizer = step.build_optimizer(model)
         assert optimizer is not None
         laps = []
-        for _ in range(_REPEATS):
+        for _ in range(repeats):
             began = time.perf_counter()
             loss = call_model(model, batch)
             forward = time.perf_counter()
@@ -73,7 +74,7 @@ def phases_ms(step: Step, device_type: str) -> Times:
             laps.append((forward - began, backward - forward, time.perf_counter() - backward))
             if device_type == "cuda":
                 torch.cuda.synchronize()
-    return np.median(np.array(laps[_REPEATS // 4 :]), axis=0) * 1e3
+    return np.median(np.array(laps[repeats // 4 :]), axis=0) * 1e3
 
 
 def _view_ms() -> float:
@@ -223,10 +224,14 @@ class Recurrent(nn.Module):
         return F.cross_entropy(self.head(self.recurrent(x)[0][:, -1]), label)
 
 
-def language_step(size: Size, *, plain: bool, autocast: torch.dtype | None = None) -> Step:
-    """A language model's step with AdamW, in bf16 where autocast says so."""
+def language_step(
+    size: Size, *, plain: bool, autocast: torch.dtype | None = None, dtype: torch.dtype = torch.float32
+) -> Step:
+    """A language model's step with AdamW, in bf16 where autocast or the parameters' dtype say so."""
     tokens = torch.randint(0, size.vocabulary, (size.batch, size.length))
-    return Step(Language(size, plain), tokens, optimizer=partial(torch.optim.AdamW, lr=1e-4), autocast=autocast)
+    return Step(
+        Language(size, plain).to(dtype), tokens, optimizer=partial(torch.optim.AdamW, lr=1e-4), autocast=autocast
+    )
 
 
 def image_step(width: int, side: int) -> Step:
@@ -249,6 +254,9 @@ def reference_steps() -> Iterator[tuple[str, Step]]:
         yield f"spelt out, {name}", language_step(size, plain=True)
     yield "bf16 language model", language_step(SIZES[1], plain=False, autocast=torch.bfloat16)
     yield "bf16 language model", language_step(SIZES[2], plain=True, autocast=torch.bfloat16)
+    for size, plain in product(SIZES[1:4], (False, True)):
+        name = f"{size.batch} x {size.length} x {size.width}"
+        yield f"language model in bf16, {name}", language_step(size, plain=plain, dtype=torch.bfloat16)
     for width, side in ((16, 16), (32, 32), (64, 32)):
         yield f"images, {width} x {side}", image_step(width, side)
     for width, length in ((32, 16), (128, 64)):

@@ -4,8 +4,9 @@ Note [Ranks of one machine]: ranks of a CPU have its cores and its memory's band
 cores can run time the same ops at the same time, and what is written is what one rank reaches while the others work
 too. More ranks than that take turns: a short op is then either not interrupted at all, or for many times its length,
 so that no median of its times is what it takes in the long run. The ranks that are too many wait meanwhile, and every
-time is multiplied by how many ranks share a core. Times of a machine that had one rank are of no use to several, nor
-are these to it: nothing is cached.
+time is multiplied by how many ranks share a core. Whole steps are then run by all ranks, and correct this. Each stretch
+is begun by all at once: a rank whose neighbour is done has the machine for itself. Times of a machine that had one rank
+are of no use to several, nor are these to it: nothing is cached.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from memfit.cost.calibration import Calibration, calibrate
+from memfit.capture import Step
+from memfit.cost.calibration import STEP_REPEATS, Calibration, calibrate, with_long_run
 from memfit.cost.collectives import Collective, Group, collective_figures, traffic
+from memfit.cost.host import phases_ms
 from memfit.errors import InputError
-from memfit.hardware import CollectiveRate, Device, Efficiency, HostTimes, Link, load_device
+from memfit.hardware import CollectiveRate, Device, Efficiency, FamilyEfficiency, HostTimes, Link, load_device
 
 _SIZES = tuple(1 << power for power in range(14, 25, 2))
 _REPEATS = 9
@@ -35,9 +39,9 @@ _LEAST = 1e-9
 def calibrate_on_ranks(
     device: str | Device = "cpu", *, name: str | None = None, progress: bool = True, folder: Path | None = None
 ) -> Calibration:
-    """Measure on every rank of the process group at once, which all of them must call; return this rank's figures.
+    """Measure on every rank of the process group at once, which all of them must call; return the first's figures.
 
-    The link between ranks is the same on all. See Note [Ranks of one machine].
+    See Note [Ranks of one machine]. What the engines that shard take is measured by `verify.calibrate_engines`.
     """
     if not dist.is_initialized():
         raise InputError("there is no process group: start with torchrun --nproc-per-node 2 -m memfit calibrate")
@@ -48,32 +52,50 @@ def calibrate_on_ranks(
     link = measure_link(base)
     dist.barrier()
     at_once = min(ranks, max(1, (os.cpu_count() or 1) // torch.get_num_threads()))
+    timing = dist.new_group(list(range(at_once)))
     own: list[Calibration | None] = [None]
-    if dist.get_rank() < at_once:
+    if isinstance(timing, dist.ProcessGroup):  # this rank is in it
         with tempfile.TemporaryDirectory() as temporary:
-            own = [calibrate(base, folder=folder or Path(temporary), progress=progress and dist.get_rank() == 0)]
-    dist.barrier()  # the others have worked until here, too
-    first = list(own)
-    dist.broadcast_object_list(first)
-    found = own[0] or first[0]
+            own = [
+                calibrate(
+                    base,
+                    folder=folder or Path(temporary),
+                    progress=progress and dist.get_rank() == 0,
+                    meet=partial(dist.barrier, timing),
+                )
+            ]
+    dist.barrier()
+    dist.broadcast_object_list(own)
+    found = own[0]
     assert found is not None
     efficiency = take_turns(found.efficiency, ranks / at_once)
     named = name or f"{base.name}-{ranks}-ranks"
-    return replace(found, name=named, efficiency=efficiency, link=link, ranks=ranks)
+    found = replace(found, name=named, efficiency=efficiency, link=link, ranks=ranks)
+    return with_long_run(found, _step_ms)
+
+
+def _step_ms(step: Step) -> float:
+    """Return the time of a step while every rank runs it, the mean of all."""
+    dist.barrier()
+    taken = torch.tensor(float(phases_ms(step, "cpu", STEP_REPEATS).sum()), dtype=torch.float64)
+    dist.all_reduce(taken)
+    return taken.item() / dist.get_world_size()
 
 
 def take_turns(efficiency: Efficiency, turns: float) -> Efficiency:
     """Return what a rank reaches that has a core for one part in so many of the time."""
+
+    def slower(each: FamilyEfficiency) -> FamilyEfficiency:
+        return replace(
+            each,
+            compute=each.compute / turns,
+            bandwidth=each.bandwidth / turns,
+            overhead_ms=each.overhead_ms * turns,
+        )
+
     return Efficiency(
-        families=tuple(
-            replace(
-                each,
-                compute=each.compute / turns,
-                bandwidth=each.bandwidth / turns,
-                overhead_ms=each.overhead_ms * turns,
-            )
-            for each in efficiency.families
-        ),
+        families=tuple(map(slower, efficiency.families)),
+        half=tuple(map(slower, efficiency.half)),
         host=HostTimes(**{each.name: getattr(efficiency.host, each.name) * turns for each in fields(HostTimes)}),
     )
 

@@ -78,12 +78,14 @@ def kernel_ms(op: Op, device: Device, precision: Float32Precision | None = None,
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
     work = estimate_work(op, device, precision or Float32Precision())
-    factors = device.efficiency[work.family]
+    item_bytes = item_bytes_of(dtype_of(op))
+    factors = device.efficiency.of(work.family, item_bytes)
     compute, bandwidth = factors.compute, factors.bandwidth
     if in_step:
-        compute *= device.sustained.long_run
+        kept = device.sustained.kept_by(item_bytes)
+        compute *= kept
         if device.type == "cpu":
-            bandwidth *= device.sustained.long_run  # caches are colder in a step, and so is the memory of results
+            bandwidth *= kept  # caches are colder in a step, and so is the memory of results
         elif work.family in _BROADCAST:
             bandwidth *= kernel_figures().steps_elementwise
     return work.joined_ms(compute, bandwidth) + factors.overhead_ms

@@ -13,7 +13,7 @@ from memfit.hardware.device import (
     Rates,
     Sustained,
 )
-from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.efficiency import HALF_BYTES, Efficiency, EngineTimes, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.kernels import ConvolutionFigures, KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
 from memfit.hardware.nccl import nccl_range
@@ -23,6 +23,7 @@ from memfit.hardware.schema import Figure, Reader, Source
 from memfit.hardware.target import Target
 
 __all__ = [
+    "HALF_BYTES",
     "RATE_NAMES",
     "AllocatorRules",
     "ByteRange",
@@ -31,6 +32,7 @@ __all__ = [
     "Device",
     "DeviceType",
     "Efficiency",
+    "EngineTimes",
     "Family",
     "FamilyEfficiency",
     "Figure",

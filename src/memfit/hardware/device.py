@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from memfit.hardware.efficiency import Efficiency
+from memfit.hardware.efficiency import HALF_BYTES, Efficiency, EngineTimes
 from memfit.hardware.rank_memory import ByteRange, RankMemory
 from memfit.units import display_bytes
 
@@ -124,6 +124,12 @@ class Sustained:
     matrix: float = 1.0
     bandwidth: float = 1.0
     long_run: float = 1.0
+    long_run_half: float | None = None
+    """The same for ops on 16-bit numbers, where it was measured by itself."""
+
+    def kept_by(self, item_bytes: int) -> float:
+        """Return what a step keeps of the rates of ops on numbers of so many bytes."""
+        return self.long_run_half if item_bytes == HALF_BYTES and self.long_run_half is not None else self.long_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +176,8 @@ class Device:
     context_high_bytes: int | None = None
     disk: OffloadLink | None = None
     """The disk that a CPU offloads to, where `memfit calibrate` has measured one."""
+    engines: tuple[EngineTimes, ...] = ()
+    """What engines that shard take beyond the ops, where `memfit calibrate` has measured it on several ranks."""
     notes: str = ""
     provenance: tuple[Provenance, ...] = ()
 
@@ -188,6 +196,10 @@ class Device:
             return self.disk
         bandwidth = self.host_link.bandwidth_bytes_per_s
         return OffloadLink(name=self.host_link.name, to_host_bytes_per_s=bandwidth, to_device_bytes_per_s=bandwidth)
+
+    def engine(self, name: str) -> EngineTimes | None:
+        """Return what was measured of an engine on ranks of this device."""
+        return next((each for each in self.engines if each.engine == name), None)
 
     @property
     def context(self) -> ByteRange:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+HALF_BYTES = 2
+
 
 class Family(str, enum.Enum):
     """Kinds of kernels that reach about the same part of a device's peak."""
@@ -59,11 +61,38 @@ class HostTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """What an engine that shards takes on ranks of this device beyond the ops, measured on small sharded steps.
+
+    Collectives take `slowdown` times as long in a step as by themselves, where sending and receiving does not compete
+    with compute. `collective_ms` is what the host takes for each beyond that: hooks, buffers, the views of parameters.
+    `waiting` is the part of a step's ops for which ranks wait for the slowest of them. `second_run_ms` is that of
+    `HostTimes`, under this engine.
+    """
+
+    engine: str
+    slowdown: float
+    collective_ms: float
+    waiting: float
+    second_run_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The efficiency factors of a device, one for each family."""
+    """The efficiency factors of a device, one for each family.
+
+    `half` has families whose ops on 16-bit numbers were measured by themselves: a CPU may convert them on the way, or
+    have units for them that only some kernels use.
+    """
 
     families: tuple[FamilyEfficiency, ...]
     host: HostTimes
+    half: tuple[FamilyEfficiency, ...] = ()
 
     def __getitem__(self, family: Family) -> FamilyEfficiency:
         return next(each for each in self.families if each.family is family)
+
+    def of(self, family: Family, item_bytes: int) -> FamilyEfficiency:
+        """Return the factors of a family for numbers of so many bytes."""
+        own = (each for each in self.half if each.family is family) if item_bytes == HALF_BYTES else ()
+        return next(iter(own), None) or self[family]

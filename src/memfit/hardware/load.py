@@ -17,7 +17,7 @@ from memfit.hardware.schema import build_allocators, build_device, build_efficie
 from memfit.text import close_names, did_you_mean
 
 ENVIRONMENT = "MEMFIT_DEVICES"
-_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "sustained", "efficiency", "sources")
+_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "sustained", "efficiency", "engines", "sources")
 
 _NAME_IT = "name it, such as 'h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'mi300x'"
 _MAKERS = re.compile(r"\b(nvidia|amd|intel|geforce|tesla|instinct|gpu)\b")

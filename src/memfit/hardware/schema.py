@@ -22,7 +22,7 @@ from memfit.hardware.device import (
     Rates,
     Sustained,
 )
-from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.efficiency import Efficiency, EngineTimes, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.rank_memory import check_margin
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -82,6 +82,7 @@ class SustainedTable(FigureTable, frozen=True):
     matrix: Number | None = None
     bandwidth: Number | None = None
     long_run: Number | None = None
+    long_run_half: Number | None = None
 
 
 class OverheadsTable(FigureTable, frozen=True):
@@ -170,6 +171,17 @@ class EfficiencyTable(FigureTable, frozen=True):
     copy: FamilyTable | None = None
     random: FamilyTable | None = None
     other: FamilyTable | None = None
+    half: dict[Family, FamilyTable] = {}
+
+
+EngineName = Literal["fsdp2", "sharded"]
+
+
+class EngineTable(FigureTable, frozen=True):
+    slowdown: Number
+    collective_ms: Number
+    waiting: Number
+    second_run_ms: Number
 
 
 class DeviceFile(FigureTable, frozen=True):
@@ -185,6 +197,7 @@ class DeviceFile(FigureTable, frozen=True):
     compute: ComputeTable = ComputeTable()
     sustained: SustainedTable = SustainedTable()
     efficiency: EfficiencyTable = EfficiencyTable()
+    engines: dict[EngineName, EngineTable] = {}
     aliases: list[str] = []
     notes: str = ""
     sources: dict[str, Source] = {}
@@ -300,11 +313,11 @@ def build_efficiencies(raw: Mapping[str, Any], where: str) -> dict[str, Efficien
     reader = Reader(where, file.sources)
     usual = {}
     for kind, table in (("cpu", file.cpu), ("cuda", file.cuda)):
-        families, host = _efficiency(table, reader, kind)
+        families, host, half = _efficiency(table, reader, kind)
         missing = [family.value for family in Family if family not in families]
         if missing or host is None:
             raise InputError(f"{where}: [{kind}] lacks {', '.join(missing) or 'host'}; write a table for each")
-        usual[kind] = Efficiency(families=tuple(families.values()), host=host)
+        usual[kind] = Efficiency(families=tuple(families.values()), host=host, half=half)
     return usual
 
 
@@ -330,7 +343,7 @@ def build_device(
 
     flops = {name: getattr(file.flops, name) for name in FlopsTable.__struct_fields__}
     usual = efficiencies[file.type]
-    families, host = _efficiency(file.efficiency, reader, "efficiency")
+    families, host, half = _efficiency(file.efficiency, reader, "efficiency")
     compute, overheads = file.compute, file.overheads
     optional = {
         name: None if figure is None else reader.whole(f"compute.{name}", figure)
@@ -368,8 +381,11 @@ def build_device(
             }
         ),
         efficiency=Efficiency(
-            families=tuple(families.get(each.family, each) for each in usual.families), host=host or usual.host
+            families=tuple(families.get(each.family, each) for each in usual.families),
+            host=host or usual.host,
+            half=half or usual.half,
         ),
+        engines=tuple(_engine(name, table, reader) for name, table in file.engines.items()),
         notes=file.notes,
         provenance=tuple(reader.provenance),
     )
@@ -396,22 +412,32 @@ def _context_range(reader: Reader, table: OverheadsTable) -> dict[str, int]:
 
 def _efficiency(
     table: EfficiencyTable, reader: Reader, key: str
-) -> tuple[dict[Family, FamilyEfficiency], HostTimes | None]:
-    families = {}
-    for family in Family:
-        given: FamilyTable | None = getattr(table, family.value)
-        if given is not None:
-            names = FamilyTable.__struct_fields__
-            figures = {name: reader.number(f"{key}.{family.value}.{name}", getattr(given, name)) for name in names}
-            families[family] = FamilyEfficiency(family=family, **figures)
+) -> tuple[dict[Family, FamilyEfficiency], HostTimes | None, tuple[FamilyEfficiency, ...]]:
+    """Return the families of a table, the host's times, and the families of 16-bit numbers."""
+
+    def read(family: Family, given: FamilyTable, key: str) -> FamilyEfficiency:
+        names = FamilyTable.__struct_fields__
+        figures = {name: reader.number(f"{key}.{family.value}.{name}", getattr(given, name)) for name in names}
+        return FamilyEfficiency(family=family, **figures)
+
+    tables: dict[Family, FamilyTable | None] = {family: getattr(table, family.value) for family in Family}
+    families = {family: read(family, given, key) for family, given in tables.items() if given is not None}
+    half = tuple(read(family, given, f"{key}.half") for family, given in table.half.items())
     if table.host is None:
-        return families, None
+        return families, None, half
     host = {
         name: reader.number(f"{key}.host.{name}", figure)
         for name in HostTable.__struct_fields__
         if (figure := getattr(table.host, name)) is not None
     }
-    return families, HostTimes(**host)
+    return families, HostTimes(**host), half
+
+
+def _engine(name: str, table: EngineTable, reader: Reader) -> EngineTimes:
+    names = EngineTable.__struct_fields__
+    return EngineTimes(
+        engine=name, **{each: reader.number(f"engines.{name}.{each}", getattr(table, each)) for each in names}
+    )
 
 
 def _link(name: str, table: LinkTable, reader: Reader) -> Link:

@@ -92,8 +92,8 @@ class Target:
         intra_node_link: str | Link | None,
         inter_node_link: str | Link | None,
     ) -> Target:
-        intra, inter = _link(intra_node_link), _link(inter_node_link)
         if isinstance(target, Target):
+            intra, inter = (_link(each, target.device) for each in (intra_node_link, inter_node_link))
             return replace(
                 target,
                 ranks=target.ranks if ranks is None else ranks,
@@ -107,6 +107,7 @@ class Target:
         if not isinstance(device, Device):
             raise InputError(f"a target cannot be {target!r}; give a device name such as 'h100-sxm', or a Device")
         ranks = 1 if ranks is None else ranks
+        intra, inter = (_link(each, device) for each in (intra_node_link, inter_node_link))
         return cls(
             device=device,
             ranks=ranks,
@@ -167,5 +168,7 @@ def _usual_per_node(device: Device, ranks: int) -> int:
     return next(n for n in range(usual, 0, -1) if ranks % n == 0)
 
 
-def _link(link: str | Link | None) -> Link | None:
-    return load_link(link) if isinstance(link, str) else link
+def _link(link: str | Link | None, device: Device) -> Link | None:
+    """Return the link of this name; one that a device file has itself is known to that device only."""
+    own = {each.name: each for each in (device.host_link, device.intra_node_link, device.inter_node_link)}
+    return own.get(link) or load_link(link) if isinstance(link, str) else link

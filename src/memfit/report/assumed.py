@@ -10,7 +10,7 @@ from memfit._version import __version__
 from memfit.analysis import Report
 from memfit.capture import Phase
 from memfit.cost import Roofline
-from memfit.hardware import ByteRange, Device, Family, Link, Target
+from memfit.hardware import HALF_BYTES, ByteRange, Device, Family, Link, Target
 from memfit.plans import build_trace_record
 from memfit.units import display_bytes, display_ms
 
@@ -147,11 +147,12 @@ def figure(device: Device, key: str) -> str:
 
 
 def _efficiency(device: Device, name: str) -> str:
-    family, _, factor = name.partition(".")
+    *kind, family, factor = name.split(".")
     if family == "host":
         value = getattr(device.efficiency.host, factor, None)
     elif family in {each.value for each in Family}:
-        value = getattr(device.efficiency[Family(family)], factor, None)
+        item_bytes = HALF_BYTES if kind == ["half"] else 0
+        value = getattr(device.efficiency.of(Family(family), item_bytes), factor, None)
     else:
         value = None
     if value is None:

@@ -108,7 +108,7 @@ def build_clock(report: Report, timeline: Timeline) -> Clock:
     again = {run: int(timeline.recompute_instants(run)[0]) for run in range(len(timeline.units))}
     for run, instant in again.items():
         unit = timeline.units[run]
-        host_ms[instant] = report.target.device.efficiency.host.second_run_ms * (unit.end - unit.begin)
+        host_ms[instant] = report.problem.second_run_ms * (unit.end - unit.begin)
     resumes_ms = np.concatenate(([0.0], np.cumsum(waited_ms + copied_ms + host_ms + took_ms)[:-1]))
     resumes_ns, ready_ns = _whole_ns(resumes_ms), _whole_ns(resumes_ms + waited_ms)
     copied_ns = _whole_ns(resumes_ms + waited_ms + copied_ms)

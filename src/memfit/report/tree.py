@@ -132,7 +132,7 @@ def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
             parts[AGAIN] += float(again[number] * op_ms[number])
     for unit in timeline.units:  # what the host takes for it, beyond its ops
         key = (_LOSS, False) if unit.kind == "loss" else (unit.module, True)
-        found[key][AGAIN] += report.target.device.efficiency.host.second_run_ms * (unit.end - unit.begin)
+        found[key][AGAIN] += report.problem.second_run_ms * (unit.end - unit.begin)
     found[_STEP, False][WAITING] += report.problem.exposed_ms
     return found
 

@@ -214,6 +214,10 @@ def shard(
     communication_ms, waited_ms = communication(runtime, target, schedule)
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
     beside_ms += copies_ms(schedule, target.device)
+    measured = target.device.engine("fsdp2" if flat is None else "sharded")
+    if measured is not None:
+        beside_ms += (measured.slowdown - 1.0) * (waited_ms + beside_ms)
+        beside_ms += measured.collective_ms * len(schedule.transfers) + measured.waiting * runtime.total_ms
     return Sharding(
         runtime=runtime,
         before_by_row=before,

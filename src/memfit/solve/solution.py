@@ -154,9 +154,23 @@ class Problem:
             units,
             frontiers,
             forced=self.options.forced(units),
-            second_run_ms=self.target.device.efficiency.host.second_run_ms,
+            second_run_ms=self.second_run_ms,
             windows=windows,
         )
+
+    def recompute_ms(self, unit: Unit, policy: Policy) -> float:
+        """Return what a policy of a unit adds to the step by this problem's times."""
+        if policy.stop < 0:
+            return policy.exposed_ms
+        ops_ms = float(self.runtime.op_ms[[unit.begin + offset for offset in policy.recomputed]].sum())
+        return ops_ms + self.second_run_ms * (unit.end - unit.begin) + policy.exposed_ms
+
+    @property
+    def second_run_ms(self) -> float:
+        """What the host takes for each op of a unit that is recomputed, beyond the ops themselves."""
+        device = self.target.device
+        measured = None if self.sharding is None else device.engine(self.options.shard.engine or "fsdp2")
+        return device.efficiency.host.second_run_ms if measured is None else measured.second_run_ms
 
     def _with_offload(
         self,

@@ -1,5 +1,6 @@
 """Plans beside what really happens: peak, time and gradients, measured."""
 
+from memfit.verify.engine_calibration import calibrate_engines
 from memfit.verify.exactness import Difference, Exactness
 from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 from memfit.verify.measure import mapped_bytes, measure_rise, step_ms
@@ -26,6 +27,7 @@ __all__ = [
     "MsCheck",
     "RankCheck",
     "Verification",
+    "calibrate_engines",
     "capture_for_plan",
     "describe_failure",
     "follows_another",

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this machine for a minute or two and write its figures as a device of your own.
+    """Measure this machine for some minutes and write its figures as a device of your own.
 
     Give the new device as target, and predicted times are those of this machine. Under torchrun all ranks are measured
-    at once, with the collectives between them: those of a plan for as many ranks on this machine.
+    at once, with the collectives between them and the engines that shard: those of a plan for as many ranks on this
+    machine.
 
     examples:
       memfit calibrate
@@ -50,6 +51,7 @@ class Calibrate:
         from memfit.cost import calibrate, calibrate_on_ranks
         from memfit.files import check_can_write
         from memfit.hardware import load_device, user_device_paths
+        from memfit.verify import calibrate_engines
 
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; write a whole number of at least 1")
@@ -66,7 +68,7 @@ class Calibrate:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if ranks > 1:
             torch.distributed.init_process_group("gloo")
-            calibration = calibrate_on_ranks(device, name=self.name)
+            calibration = calibrate_engines(calibrate_on_ranks(device, name=self.name))
             rank = torch.distributed.get_rank()
             torch.distributed.destroy_process_group()
             if rank:
@@ -102,4 +104,6 @@ def _table(calibration: Calibration) -> Table:
     if calibration.disk is not None:
         away, back = calibration.disk.to_host_bytes_per_s, calibration.disk.to_device_bytes_per_s
         table.caption += f"; disk {away / 1e9:.1f} GB/s there, {back / 1e9:.1f} GB/s back"
+    for each in calibration.engines:
+        table.caption += f"; {each.engine} {display_ms(each.collective_ms)} a collective, {each.waiting:.0%} waiting"
     return table

@@ -1,0 +1,185 @@
+"""Calibration of the engines that shard: what their steps take on the ranks of a machine beyond the ops.
+
+Note [Engines beside ops]: a small training step runs on every rank at once in three ways, in turns: without sharding,
+sharded by an engine, and so under a plan. What sharding adds is explained by three things,
+
+    added = slowdown x (collectives and copies by themselves)  +  collective_ms x collectives  +  waiting x ops
+
+of which the first are what the link's figures say and the last are the step without sharding: ranks wait at every
+collective for the slowest, and the longer they have computed, the farther apart they are. Steps differ in what they
+have most of, so that the three can be told apart. What the plan adds, less the ops that it recomputes, is the host's
+part of a recompute: `second_run_ms` for each op of a unit. The steps are memfit's reference models, no user's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from memfit.capture import Step
+from memfit.cost import Calibration, Size, language_step
+from memfit.errors import InputError
+from memfit.hardware import Device, EngineTimes
+from memfit.plans import Inputs, Plan, build_policy, plan
+from memfit.sharding import ShardEngine, ShardOptions
+from memfit.solve import Problem, SolveOptions
+
+_ENGINES: tuple[ShardEngine, ...] = ("fsdp2", "sharded")
+_SIZES = (
+    (Size(batch=2, length=16, width=64, layers=8, vocabulary=256), False),  # the host
+    (Size(batch=2, length=32, width=512, layers=2), True),  # bytes
+    (Size(batch=4, length=128, width=256, layers=3), False),
+    (Size(batch=4, length=128, width=256, layers=3), True),
+    (Size(batch=4, length=256, width=128, layers=4), False),  # ops
+)
+_BUDGET_PART = 0.4
+"""Where a plan's budget lies between the least and what the step takes without one."""
+_ROUNDS, _WARMUP, _LAPS = 3, 2, 5
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedSample:
+    """What one step took, and what of it the other figures know."""
+
+    local_ms: float
+    sharded_ms: float
+    planned_ms: float
+    collectives: int
+    communication_ms: float
+    """Collectives and copies, as the link's and the memory's figures say."""
+    recompute_ops_ms: float
+    second_run_ops: int
+
+
+def calibrate_engines(
+    calibration: Calibration, *, engines: Sequence[ShardEngine] = _ENGINES, progress: bool = True
+) -> Calibration:
+    """Measure the engines on all ranks of the process group, which all must call; return the calibration with them.
+
+    `calibration` is that of as many ranks (`calibrate_on_ranks`).
+    """
+    if not dist.is_initialized() or dist.get_world_size() != calibration.ranks:
+        raise InputError(f"the calibration is of {calibration.ranks} ranks; call this on as many, after it")
+    console = Console(stderr=True, quiet=not progress or dist.get_rank() != 0)
+    device = replace(calibration, engines=()).device()
+    found = []
+    for engine in engines:
+        samples = []
+        for size, plain in _SIZES:
+            console.print(f"timing {engine}, {size.batch} x {size.length} x {size.width}")
+            samples.append(_measure(engine, device, size, plain))
+        found.append(fit_engine(engine, samples))
+    return replace(calibration, engines=tuple(found))
+
+
+def fit_engine(engine: str, samples: Sequence[ShardedSample]) -> EngineTimes:
+    """Return the figures that come nearest to what sharded steps and planned ones took, each weighed by its length."""
+    rows = np.array([(each.communication_ms, each.collectives, each.local_ms) for each in samples])
+    added = np.array([each.sharded_ms - each.local_ms for each in samples])
+    weights = 1.0 / np.array([each.sharded_ms for each in samples])
+    slowdown, collective_ms, waiting = _fit_non_negative(rows * weights[:, None], added * weights).tolist()
+    spare = [
+        (each.planned_ms - each.sharded_ms - each.recompute_ops_ms) / each.second_run_ops
+        for each in samples
+        if each.second_run_ops
+    ]
+    return EngineTimes(
+        engine=engine,
+        slowdown=max(_LEAST, slowdown),
+        collective_ms=max(_LEAST, collective_ms),
+        waiting=max(_LEAST, waiting),
+        second_run_ms=max(_LEAST, statistics.median(spare) if spare else _LEAST),
+    )
+
+
+def _fit_non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the least squares fit without negative figures: the best of those with any of the columns left out."""
+    count = rows.shape[1]
+    best, least = np.zeros(count), np.inf
+    for chosen in range(1, 1 << count):
+        columns = [place for place in range(count) if chosen >> place & 1]
+        part, *_ = np.linalg.lstsq(rows[:, columns], values, rcond=None)
+        error = float(((rows[:, columns] @ part - values) ** 2).sum())
+        if (part >= 0).all() and error < least:
+            best, least = np.zeros(count), error
+            best[columns] = part
+    return best
+
+
+def _measure(engine: ShardEngine, device: Device, size: Size, plain: bool) -> ShardedSample:
+    """Time one step without sharding, sharded, and sharded under a plan, in turns."""
+    options = SolveOptions(shard=ShardOptions(engine=engine))
+    told = [_plan(language_step(size, plain=plain), device, options).to_json() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    planned = Plan.from_json(told[0])
+    problem = Inputs.of(
+        language_step(size, plain=plain), target=device, ranks=dist.get_world_size(), options=options, progress=False
+    ).problem()
+    sharded = msgspec.structs.replace(planned, checkpoint=())
+    runs = [_runner(size, plain, each) for each in (None, sharded, planned)]
+    laps: list[list[float]] = [[] for _ in runs]
+    for _ in range(_ROUNDS):
+        for run, found in zip(runs, laps, strict=True):
+            found += _slowest_laps(run)
+    local_ms, sharded_ms, planned_ms = (statistics.median(each) for each in laps)
+    assert problem.sharding is not None
+    recompute_ms, ops = _recompute(problem, planned)
+    return ShardedSample(
+        local_ms=local_ms,
+        sharded_ms=sharded_ms,
+        planned_ms=planned_ms,
+        collectives=len(problem.sharding.transfers),
+        communication_ms=problem.sharding.exposed_ms,
+        recompute_ops_ms=recompute_ms * local_ms / problem.runtime.total_ms,
+        second_run_ops=ops,
+    )
+
+
+def _plan(step: Step, device: Device, options: SolveOptions) -> Plan:
+    asked = {"target": device, "ranks": dist.get_world_size(), "options": options, "progress": False}
+    tight = plan(step, budget=1, **asked)  # type: ignore[arg-type]
+    least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
+    assert least is not None
+    return plan(step, budget=int(least + _BUDGET_PART * (most - least)), **asked)  # type: ignore[arg-type]
+
+
+def _recompute(problem: Problem, planned: Plan) -> tuple[float, int]:
+    """Return the time of the ops that a plan recomputes, and how many ops its units have."""
+    units = {unit.name: unit for unit in problem.units}
+    chosen = [(units[each.unit], build_policy(each)) for each in planned.checkpoint]
+    ops = [unit.begin + offset for unit, policy in chosen for offset in policy.recomputed]
+    return float(problem.runtime.op_ms[ops].sum()), sum(unit.end - unit.begin for unit, _ in chosen)
+
+
+def _runner(size: Size, plain: bool, applied: Plan | None) -> Callable[[], None]:
+    """Return a function that runs one step of a model of its own, under a plan or without."""
+    step = language_step(size, plain=plain)
+    model = step.build_model()
+    optimizer = step.build_optimizer(model)
+    assert isinstance(model, nn.Module) and optimizer is not None
+    if applied is not None:
+        applied.apply(model, optimizer)
+    return lambda: step.execute(model, optimizer, "cpu")
+
+
+def _slowest_laps(run: Callable[[], None]) -> list[float]:
+    """Return the times of some steps, each as long as on its slowest rank."""
+    taken = []
+    for _ in range(_WARMUP + _LAPS):
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        taken.append((time.perf_counter() - began) * 1e3)
+    slowest = torch.tensor(taken[_WARMUP:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.tolist()
