@@ -128,6 +128,9 @@ def check_against_every_setting(instance: Instance) -> None:
             assert rough[variant, family] <= answer.step_ms + SAME_MS, setting
             assert early[variant, family] <= answer.step_ms + SAME_MS, setting
             assert smallest.solved.bound_ms <= answer.solved.recompute_ms + SAME_MS, setting
+            assert answer.problem.bound_ms(every.budget_bytes) <= answer.solved.recompute_ms + SAME_MS, setting
+            if answer.solved.choice is not None:
+                assert every.bounds.least_bytes(setting) <= every.budget_bytes, setting
             fastest = min(fastest, answer.step_ms)
     found = joint.run()
     assert abs(found.step_ms - fastest) <= SAME_MS
@@ -165,6 +168,33 @@ def test_the_time_limit_of_a_search_counts_from_its_run(monkeypatch: pytest.Monk
     found = waiting.run()
     assert math.isinf(waiting.bound_ms)
     assert found.step_ms == pytest.approx(instance.search().run().step_ms)
+
+
+@pytest.mark.parametrize(("ranks", "classes"), [(1, 2000), (4, 100)])
+def test_where_nothing_fits_the_plan_is_the_one_that_needs_least(ranks: int, classes: int) -> None:
+    """Its smallest budget is the least of all settings, and no bound of a setting is above what it needs."""
+    instance = Instance(width=256, depth=2, classes=classes, rows=2, ranks=ranks, part=-0.9)
+    joint = instance.search()
+    found = joint.run()
+    assert found.solved.choice is None
+    needed = []
+    for variant, family in joint.nodes():
+        setting = Setting(variant=variant, shard=family.least)
+        problem = joint.problems.of(setting)
+        if problem is not None:
+            assert problem.min_budget is not None
+            needed.append(problem.min_budget.peak_bytes)
+            assert joint.bounds.least_bytes(setting) <= needed[-1], setting
+    assert found.solved.minimum_budget_bytes == min(needed)
+
+
+def test_a_setting_is_found_that_fits_where_the_step_as_it_is_does_not() -> None:
+    instance = Instance(width=64, depth=2, classes=8000, rows=4, ranks=1, part=-0.2)
+    joint = instance.search()
+    assert joint.first.solved.choice is None
+    found = joint.run()
+    assert found.solved.choice is not None
+    assert found.step_ms == pytest.approx(instance.search(worth=0.0, together=10**6).run().step_ms)
 
 
 def test_of_equal_units_the_last_are_the_ones_to_keep() -> None:
