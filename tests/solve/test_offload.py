@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -159,6 +160,31 @@ def test_equal_layers_share_a_frontier_with_offload_where_the_next_ones_are_equa
     assert frontiers["layers.3"] is not frontiers["layers.2"]  # beside the last norm there is less time
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.8])
+def test_units_offload_no_more_than_the_host_has_room_for(captured: Trace, part: float) -> None:
+    """Any choice stays within the limit, in pinned buffers of powers of two, and more room is never slower."""
+    unlimited = problem_of(captured, offload=True)
+    least = unlimited.min_budget
+    assert least is not None
+    budget = int(least.peak_bytes + 0.4 * (unlimited.baseline_bytes - least.peak_bytes))
+
+    def taken(problem: Problem, budget: int) -> tuple[int, float]:
+        found = solve(problem, budget)
+        return problem.host_bytes((each.unit, policy) for each, policy in found.chosen), found.recompute_ms
+
+    needed, fastest_ms = taken(unlimited, budget)
+    assert needed > 0
+    limit = int(part * needed)
+    target = Target.parse("h100-sxm", host_memory=limit)
+    limited = Problem.of(Runtime.of(captured, Roofline()), target, SolveOptions(offload=True))
+    most = (max(limited.host_bytes([(each.unit, one)]) for one in each.policies) for each in limited.candidates)
+    assert sum(most) <= limit
+    assert any(policy.offload for each in limited.candidates for policy in each.policies) == (part > 0)
+    assert taken(limited, budget)[1] >= fastest_ms - 1e-9
+    enough = Target.parse("h100-sxm", host_memory=100 * needed)
+    assert taken(replace(unlimited, target=enough), budget)[1] == pytest.approx(fastest_ms)
+
+
 def test_a_plan_with_offload_is_a_document_that_says_over_what(captured: Trace) -> None:
     problem = problem_of(captured)
     least = problem.min_budget
@@ -173,6 +199,12 @@ def test_a_plan_with_offload_is_a_document_that_says_over_what(captured: Trace) 
     assert all(entry.offload_next in modules for entry in offloading)
     assert all(entry.offload_next is msgspec.UNSET for entry in plan.checkpoint if not entry.offload)
     assert any("offload" in note for note in plan.notes)
+    assert any("of pinned host memory" in note for note in plan.notes)
+    limited = memfit.plan(
+        captured, target=Target.parse("h100-sxm", host_memory=0), budget=budget, options=SolveOptions(offload=True)
+    )
+    assert limited.target.host_memory_bytes == 0 == limited.target.settings["host_memory"]
+    assert not limited.offload_link
     assert plan.predicted.step_ms == pytest.approx(
         plan.baseline.step_ms + plan.predicted.recompute_ms + (plan.predicted.exposed_offload_ms or 0.0)
     )

@@ -105,6 +105,8 @@ class HardwareOptions:
     """How much more than predicted the caching allocator may reserve: 3% or 0.03; 0 for none."""
     expandable_segments: Json = False
     """The allocator's segments grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
+    host_memory: Annotated[str | None, arg("SIZE", "no limit")] = None
+    """What a rank may take of its host's memory for what units offload, such as 64GiB: the host's, over its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

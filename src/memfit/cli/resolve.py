@@ -203,6 +203,8 @@ def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -
         target = Target.parse(target, nccl=options.nccl)
     with about("--margin"):
         target = Target.parse(target, margin=options.margin)
+    with about("--host-memory"):
+        target = Target.parse(target, host_memory=options.host_memory)
     if options.expandable_segments:
         target = Target.parse(target, expandable_segments=True)
     if isinstance(step, Trace) and step.device != target.device.name:

@@ -33,6 +33,8 @@ class Target:
     context_bytes: int | None = None
     nccl_bytes: int | None = None
     margin: float | None = None
+    host_memory_bytes: int | None = None
+    """What units of one rank may take of the host's memory for what they offload; None where nobody said."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_node"):
@@ -66,17 +68,20 @@ class Target:
         nccl: str | int | None = None,
         margin: str | float | None = None,
         expandable_segments: bool | None = None,
+        host_memory: str | int | None = None,
     ) -> Target:
         """Parse a target from a device name, device file, torch.device, Device or Target; what is given here wins.
 
         Without them: one rank, the usual number to a node (fewer if need be), the device's own links, what is known of
         the context, of NCCL's memory and of how far predictions were off, and the allocator's default segments.
+        `host_memory` is what one rank may take of its host for what units offload.
         """
         found = cls._parse(target, ranks, ranks_per_node, intra_node_link, inter_node_link)
         changes: dict[str, Any] = {
             "context_bytes": None if context is None else parse_bytes(context),
             "nccl_bytes": None if nccl is None else parse_bytes(nccl),
             "margin": None if margin is None else check_margin(margin),
+            "host_memory_bytes": None if host_memory is None else parse_bytes(host_memory),
         }
         if expandable_segments is not None and found.device.allocator.caches:
             changes["device"] = found.device.with_expandable_segments(expandable_segments)

@@ -231,6 +231,7 @@ def _target(target: Target) -> TargetRecord:
         margin_bytes=memory.margin_bytes,
         margin=memory.margin,
         expandable_segments=target.device.allocator.expandable_segments,
+        host_memory_bytes=msgspec.UNSET if target.host_memory_bytes is None else target.host_memory_bytes,
     )
 
 

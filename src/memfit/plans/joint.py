@@ -11,10 +11,14 @@ setting that is solved:
    another optimizer step has less to compute. Then the member that reshards all is solved, which needs least memory:
    with more budget for a variant that saves memory, by as much as it can save (`setting_bounds.py`).
 2. *Captured.* The same two of the variant itself.
-3. *A member*: its time when nothing is recomputed, and what the family's smallest adds. Then it is solved.
+3. *A member*: its time when nothing is recomputed, and what the family's smallest adds, or the convex bound of its own
+   dynamic program (dp.py, recurrence 5). Then it is solved.
 
-The search ends when no node may gain `WORTH` of the step; settings that only do the optimizer's step in another way are
-always looked at. Up to `TOGETHER` nodes are in one queue, and the answer is the best of all settings, within `WORTH`.
+Where the plain solve does not fit, a setting that does is looked for first, or the one that needs least
+(`least_budget.py`).
+
+The search ends when no node may gain `WORTH` of the step; where nothing but the optimizer's step is decided, less is
+enough. Up to `TOGETHER` nodes are in one queue, and the answer is the best of all settings, within `WORTH`.
 More are looked at in rounds: the optimizer's step, then micro-batches and chunks of the loss together, sharded as the
 best so far; then units, replicas, prefetch and where shards are, one after the other, each with all ways to reshard;
 and again until nothing changes. The gap of the answer is the solver's. At the time limit of the options the search ends
@@ -34,6 +38,7 @@ from functools import cached_property
 from memfit.capture import ChunkedLoss, Step, find_chunkable
 from memfit.cost import Cost
 from memfit.errors import InputError
+from memfit.plans.least_budget import find_least_budget
 from memfit.plans.setting_bounds import SettingBounds
 from memfit.plans.setting_problems import EarlyChunks, SettingProblems
 from memfit.plans.settings import (
@@ -126,7 +131,8 @@ class JointSearch:
         chunkable = find_chunkable(self.first.problem.trace)
         reached = chunkable is not None and self.step is not None and is_reached(chunkable, self.step)
         fixed = chunkable.with_chunks(chunks) if chunkable is not None and reached else None
-        found = None if fixed is None else self.bounds.answer(Setting(variant=StepVariant(chunked=fixed)))
+        setting = Setting(variant=StepVariant(chunked=fixed))
+        found = None if fixed is None else self.bounds.answer(setting, minimum=True)
         if fixed is None or found is None:
             raise InputError(
                 f"loss_chunks={chunks}: the loss of this step cannot be computed in chunks; it is to be one "
@@ -149,8 +155,16 @@ class JointSearch:
         return find_families(self.first.problem, self.kinds)
 
     def run(self) -> Answer:
-        """Find the best answer over all settings: of all together, or in rounds where there are many."""
+        """Find the best answer over all settings: of all together, or in rounds where there are many.
+
+        The time limit counts from here: what was asked of the bounds before does not shorten it.
+        """
+        self._began = time.perf_counter()
         self.bound_ms = math.inf
+        if self.best.solved.choice is None:
+            self.best = find_least_budget(self.bounds, self.best, self.nodes(), lambda: self.is_late)
+            if self.best.solved.choice is None:
+                return self.best
         if len(self.nodes()) <= self._together:
             self._explore(self.nodes())
             return self.best
@@ -186,7 +200,9 @@ class JointSearch:
         queue: list[_Entry] = []
 
         def add(node: _Node, bound_ms: float) -> None:
-            if not math.isinf(bound_ms):
+            shard = node.member if node.is_member else node.family.least
+            needs_bytes = self.bounds.least_bytes(Setting(variant=node.variant, shard=shard))
+            if not math.isinf(bound_ms) and needs_bytes <= self.budget_bytes:
                 heapq.heappush(queue, _Entry(bound_ms, next(numbers), node))
 
         for variant, family in nodes:
@@ -209,7 +225,8 @@ class JointSearch:
         if math.isinf(best_ms):
             return best_ms
         simple = node.variant.parts == 1 and node.variant.chunked == self.best.setting.variant.chunked
-        if simple and self.best.setting.shard in node.family.members and not node.is_member:
+        asked_for = self.kinds == {"optimizer"} and self.best.setting.shard in node.family.members
+        if simple and asked_for and not node.is_member:
             return best_ms - LEAST_GAIN_MS  # only the optimizer's step is another
         return best_ms - max(LEAST_GAIN_MS, self._worth * best_ms)
 
@@ -221,7 +238,8 @@ class JointSearch:
             if node.stage == 0:
                 problem = self.problems.of(setting)
                 if problem is not None:
-                    yield replace(node, stage=1), max(bound_ms, base_ms(problem) + self.bounds.added_ms(setting))
+                    added_ms = max(self.bounds.added_ms(setting), problem.bound_ms(self.budget_bytes))
+                    yield replace(node, stage=1), max(bound_ms, base_ms(problem) + added_ms)
                 return
             self._take(self.bounds.answer(setting))
             return
@@ -238,6 +256,10 @@ class JointSearch:
             node = replace(node, stage=3)
             added_ms = self.bounds.added_ms(Setting(variant=variant, shard=family.least))
             bound_ms = max(bound_ms, base_ms(fastest) + added_ms)
+            if bound_ms < self._enough_ms(node):
+                least = self.problems.of(Setting(variant=variant, shard=family.least))
+                added_ms = 0.0 if least is None else least.bound_ms(self.budget_bytes)
+                bound_ms = max(bound_ms, base_ms(fastest) + added_ms)
             if captured or bound_ms >= self._enough_ms(node):
                 yield node, bound_ms
                 return

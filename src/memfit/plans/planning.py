@@ -296,10 +296,6 @@ def _what_to_write(answer: Answer, given: Problem) -> list[str]:
             f"(loss / {variant.parts}).backward() on each, then optimizer.step(). That is equal up to the order of "
             "sums where the loss is a mean over rows that all count the same"
         )
-    offloads = any(policy.offload for _, policy in answer.solved.chosen)
-    if offloads and answer.problem.target.device.type == "cuda":
-        moved = sum(policy.offloaded_bytes for _, policy in answer.solved.chosen)
-        found.append(f"every rank needs {display_bytes(moved)} of pinned host memory for what its units offload")
     if shard.cpu_offload and not given.options.shard.cpu_offload:
         found.append(
             "shards, their gradients and the optimizer's state are in pinned host memory, where the optimizer steps: "
@@ -322,9 +318,12 @@ def note_on_offload(problem: Problem, solved: Solved) -> list[str]:
     if not offloading or link is None:
         return []
     rates = sorted({f"{each / 1e9:.3g} GB/s" for each in (link.to_host_bytes_per_s, link.to_device_bytes_per_s)})
+    needed = problem.host_bytes((candidate.unit, policy) for candidate, policy in solved.chosen)
+    where = "of disk" if problem.target.device.type == "cpu" else "of pinned host memory, in powers of two,"
     return [
         f"{counted(len(offloading), 'unit')} offload {display_bytes(sum(each.offloaded_bytes for each in offloading))} "
-        f"over {link.name} ({' and '.join(rates)}), for {display_ms(solved.exposed_offload_ms)} that compute waits"
+        f"over {link.name} ({' and '.join(rates)}), for {display_ms(solved.exposed_offload_ms)} that compute waits",
+        f"every rank needs {display_bytes(needed)} {where} for what its units offload",
     ]
 
 

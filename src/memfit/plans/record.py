@@ -252,6 +252,7 @@ class RankSettings(TypedDict):
     nccl: int | None
     margin: float | None
     expandable_segments: bool
+    host_memory: int | None
 
 
 class TargetRecord(_Part, frozen=True):
@@ -259,7 +260,8 @@ class TargetRecord(_Part, frozen=True):
 
     Of the memory of one rank's device, `context_bytes` and `nccl_bytes` are counted for what a process holds outside
     the caching allocator, and `margin_bytes` are left free, which is `margin` of what may be reserved. They are None in
-    plans of earlier versions. With `expandable_segments` the allocator's segments grow.
+    plans of earlier versions. With `expandable_segments` the allocator's segments grow. Units may take
+    `host_memory_bytes` of the host for what they offload, where that was said.
     """
 
     device: str
@@ -273,6 +275,7 @@ class TargetRecord(_Part, frozen=True):
     margin_bytes: Bytes | None = None
     margin: Ratio | None = None
     expandable_segments: bool = False
+    host_memory_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def settings(self) -> RankSettings:
@@ -282,6 +285,7 @@ class TargetRecord(_Part, frozen=True):
             nccl=self.nccl_bytes,
             margin=self.margin,
             expandable_segments=self.expandable_segments,
+            host_memory=None if self.host_memory_bytes is msgspec.UNSET else self.host_memory_bytes,
         )
 
     @property

@@ -10,6 +10,13 @@
   while the optimizer runs.
 - *Micro-batches.* The time of the step with fewer of them: the same rows go through the same kernels in more calls,
   which take no less time together. Nothing is known of what the plan adds.
+
+And of the memory that a setting needs at least, from a minimum that is known:
+
+- *Sharding that holds more at every instant*: as much.
+- *More chunks*: less by what the copies of a chunk are smaller. *Fewer chunks*: as much.
+- *Fewer micro-batches, at least two*: as much, each has more rows.
+- *Another optimizer step*: as much, but for the counters of a fused one, where the optimizer's step does not need most.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cached_property
 
-from memfit.capture import Phase, find_chunkable, find_copies, find_logits, find_softmaxes
+from memfit.capture import Category, Phase, find_chunkable, find_copies, find_logits, find_softmaxes
 from memfit.hardware import Family as KernelFamily
 from memfit.plans.setting_problems import SettingProblems
 from memfit.plans.settings import CHUNKS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
@@ -35,6 +42,8 @@ _LOSS_FAMILIES = (
     KernelFamily.OTHER,
 )
 """Kernels of a cross entropy."""
+_NUMBER_BYTES, _COUNTER_BYTES = 8, 512
+"""A counter, and what the allocator takes for it."""
 
 
 class SettingBounds:
@@ -44,16 +53,59 @@ class SettingBounds:
         self.problems, self.first = problems, first
         self.budget_bytes = first.solved.budget_bytes
         self.answers: dict[Setting, Answer] = {first.setting: first}
+        self.minimums: dict[Setting, int] = {}
+        """What settings are known to need at least."""
         self._relaxed: dict[tuple[Setting, int], float] = {}
+        self._optimizers: dict[Setting, tuple[int, int]] = {}
+        """The most that the optimizer's step takes in a setting, and what its counters do."""
 
-    def answer(self, setting: Setting) -> Answer | None:
-        """Return the solved problem of a setting; None where the step does not run so."""
-        if setting not in self.answers:
+    def answer(self, setting: Setting, *, minimum: bool = False) -> Answer | None:
+        """Return the solved problem of a setting; None where the step does not run so.
+
+        The smallest budget of one that does not fit is found where `minimum` asks for it.
+        """
+        known = self.answers.get(setting)
+        if known is None or (minimum and known.solved.choice is None and known.solved.minimum_budget_bytes is None):
             problem = self.problems.of(setting)
             if problem is None:
                 return None
-            self.answers[setting] = Answer(problem=problem, solved=solve(problem, self.budget_bytes), setting=setting)
+            solved = solve(problem, self.budget_bytes, minimum=minimum)
+            self.answers[setting] = Answer(problem=problem, solved=solved, setting=setting)
+            if solved.status is Status.INFEASIBLE:
+                self.minimums[setting] = max(self.budget_bytes + 1, self.minimums.get(setting, 0))
         return self.answers[setting]
+
+    def least_bytes(self, setting: Setting) -> int:
+        """Return a lower bound of the memory that any plan of a setting needs, from others whose minimum is known."""
+        given = self.first.problem.options.shard
+        shard, least = setting.shard or given, 0
+        for other, n_bytes in self.minimums.items():
+            if gathers_more(shard, other.shard or given):
+                saved_bytes = self._most_saved_bytes(setting.variant, other)
+                least = max(least, 0 if saved_bytes is None else n_bytes - saved_bytes)
+        return least
+
+    def _most_saved_bytes(self, variant: StepVariant, other: Setting) -> int | None:
+        """Return how much less than another setting's a variant's minimum may be; None where nothing is known of it."""
+        parts, before = variant.parts, other.variant.parts
+        if parts != before and not 2 <= parts < before:
+            return None
+        saved_bytes = 0
+        if variant.implementation != other.variant.implementation:
+            if other not in self._optimizers:
+                problem = self.problems.known(other)
+                assert problem is not None  # its minimum is known
+                self._optimizers[other] = _optimizer_bytes(problem), _counter_bytes(problem)
+            most_bytes, counter_bytes = self._optimizers[other]
+            if most_bytes >= self.minimums[other]:
+                return None
+            saved_bytes += counter_bytes
+        chunks, fewer = (1 if each.chunked is None else each.chunked.chunks for each in (variant, other.variant))
+        if chunks > fewer:
+            saved_bytes += math.ceil(self._copied_bytes / parts * (1 / fewer - (1 / chunks if fewer > 1 else 0)))
+        elif chunks < fewer and chunks == 1:
+            return None  # a whole loss may be recomputed by the plan
+        return saved_bytes
 
     def rough_ms(self, variant: StepVariant, family: Family) -> float:
         """Return a bound from the given problem alone: its compute, less the optimizer's where that may change."""
@@ -82,6 +134,8 @@ class SettingBounds:
         if smallest is None:
             return math.inf
         more = self._copied_bytes // source.parts if variant.chunked is not None else 0
+        if source.implementation != variant.implementation:
+            more += _counter_bytes(smallest.problem)
         added = self.relaxed_ms(smallest, more)
         if math.isinf(added) and source.implementation != variant.implementation:
             added = 0.0  # another optimizer step may fit where this one does not
@@ -186,6 +240,19 @@ class SettingBounds:
             times[op.name].append(min(float(op_ms), most_ms))
         added = (sorted(each, reverse=True)[: max(0, len(each) - before[name])] for name, each in times.items())
         return sum(sum(each) for each in added) / chunks
+
+
+def _optimizer_bytes(problem: Problem) -> int:
+    """Return the most that a step takes while its optimizer runs, whatever units dropped."""
+    during = problem.program(1).during
+    ops = [index for index, op in enumerate(problem.runtime.trace.ops) if op.phase is Phase.OPTIMIZER]
+    return int(during[ops].max(initial=0))
+
+
+def _counter_bytes(problem: Problem) -> int:
+    """Return the bytes of the optimizer's counters on the device, which only a fused step has there."""
+    storages = (each for each in problem.trace.storages if each.category is Category.OPTIMIZER_STATE)
+    return _COUNTER_BYTES * sum(each.bytes <= _NUMBER_BYTES for each in storages)
 
 
 def phase_ms(problem: Problem, phase: Phase) -> float:

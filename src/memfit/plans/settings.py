@@ -121,13 +121,24 @@ def find_variants(
         if fixed is None and "loss" in kinds and chunkable is not None and is_reached(chunkable, step):
             chunks += [chunkable.with_chunks(number) for number in CHUNKS]
         if "optimizer" in kinds:
-            ways += implementations_of_step(step)
+            own = _implementation_of(problem.trace)
+            ways += [way for way in implementations_of_step(step) if way != own]
         if "micro_batch" in kinds:
             parts += find_parts(problem.trace, step)
     return [
         StepVariant(parts=one, implementation=two, chunked=three)
         for one, two, three in itertools.product(parts, ways, chunks)
     ]
+
+
+def _implementation_of(trace: Trace) -> Implementation | None:
+    """Return how the optimizer of a step does its step, by the names of its ops; None where they do not tell."""
+    names = {op.name for op in trace.ops if op.phase is Phase.OPTIMIZER}
+    if any("_fused_" in name for name in names):
+        return "fused"
+    if any("_foreach_addcdiv" in name for name in names):
+        return "foreach"  # other ops on lists may be a clipping of gradients
+    return None if any("_foreach_" in name for name in names) else "single"
 
 
 def is_reached(chunkable: ChunkedLoss, step: Step) -> bool:

@@ -106,6 +106,13 @@ class DynamicProgram:
         passes = tuple(Pass(nodes) for nodes in found[0])
         return cls(candidate_count=len(program.candidates), passes=passes, floor_bytes=found[1])
 
+    def bound_ms(self, budget_bytes: int) -> float:
+        """Return a time that no plan adds less than, without looking for one (recurrence 5); infinite if none fits."""
+        if self.floor_bytes > budget_bytes:
+            return math.inf
+        at = np.array([budget_bytes])
+        return sum(max(0.0, float(each.bounds[0](at)[0]) - _ROUNDING_PS) for each in self.passes) / PICOSECONDS
+
     def solve(
         self,
         budget_bytes: int,

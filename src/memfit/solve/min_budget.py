@@ -62,6 +62,17 @@ def min_budget(program: Program, limits: Limits | None = None, *, dp: DynamicPro
     )
 
 
+def can_meet(program: Program, budget_bytes: int, *, dp: DynamicProgram | None = None) -> bool:
+    """Return False where it is proven that no plan meets a budget: one pass instead of the bisection for the smallest.
+
+    Where backward does not mirror forward, True may be wrong.
+    """
+    if program.micro_batches is not None:
+        return can_meet(fold(program, program.micro_batches), budget_bytes)
+    dp = dp or DynamicProgram.of(program)
+    return dp is None or (dp.floor_bytes <= budget_bytes and _plan_within(dp, budget_bytes) is not None)
+
+
 def _bisect(program: Program, dp: DynamicProgram) -> MinBudget | None:
     """Bisect for the smallest budget whose requirements a plan holds; a bound where backward does not mirror forward.
 

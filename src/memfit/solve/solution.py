@@ -20,7 +20,7 @@ from memfit.solve.decisions import Decided
 from memfit.solve.dp import DynamicProgram
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
-from memfit.solve.min_budget import MinBudget, min_budget
+from memfit.solve.min_budget import MinBudget, can_meet, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
@@ -38,6 +38,8 @@ from memfit.tradeoff import (
     build_recompute,
     choose_level,
     find_windows,
+    host_bytes,
+    limit_offload,
 )
 
 _TIGHTENINGS = 8
@@ -150,6 +152,8 @@ class Problem:
             gains = {unit.name: hidden[unit.name] * self.windows[unit.name].gone_ms for unit in able}
             windows = choose_level(able, self.windows, gains)
             frontiers = self._with_offload(units, frontiers, windows, link)
+            if self.target.host_memory_bytes is not None and self.target.device.type != "cpu":
+                frontiers = self._within_host(units, frontiers, windows, link, self.target.host_memory_bytes)
         return build_candidates(
             units,
             frontiers,
@@ -205,6 +209,36 @@ class Problem:
             found.append(known[key])
         return found
 
+    def _within_host(
+        self,
+        units: Sequence[Unit],
+        frontiers: Sequence[Frontier],
+        windows: Mapping[str, OffloadWindow],
+        link: OffloadLink,
+        limit_bytes: int,
+    ) -> list[Frontier]:
+        """Return the frontiers with as much offload as the host's memory allows (tradeoff, Note [Host memory])."""
+        known: dict[int, list[int]] = {}
+        able = [place for place, unit in enumerate(units) if unit.name in windows]
+        for place in able:
+            if id(frontiers[place]) not in known:
+                columns = UnitColumns.of(self.trace_columns, units[place])
+                known[id(frontiers[place])] = [host_bytes(columns, each) for each in frontiers[place].policies]
+        taken = [known[id(frontiers[place])] for place in able]
+        if not able or sum(map(max, taken)) <= limit_bytes:
+            return list(frontiers)
+        own = [windows[units[place].name] for place in able]
+        limited = limit_offload([frontiers[place] for place in able], taken, own, link, limit_bytes)
+        found = dict(enumerate(frontiers)) | dict(zip(able, limited, strict=True))
+        return [found[place] for place in range(len(units))]
+
+    def host_bytes(self, chosen: Iterable[tuple[Unit, Policy]]) -> int:
+        """Return what a rank's host takes for what these policies offload: pinned memory, or a file of a CPU."""
+        away = [(unit, policy) for unit, policy in chosen if policy.offload]
+        if self.target.device.type == "cpu":
+            return sum(policy.offloaded_bytes for _, policy in away)
+        return sum(host_bytes(UnitColumns.of(self.trace_columns, unit), policy) for unit, policy in away)
+
     @property
     def offload_link(self) -> OffloadLink | None:
         """The link over which units may offload; None where they may not. A CPU's disk is used only when asked for."""
@@ -253,6 +287,18 @@ class Problem:
         """
         dp = None if self.micro_batches else self.dynamic_program
         return min_budget(self.program(1), self.options.limits, dp=dp)
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """Return a time that no plan adds less than, for a fraction of what a solve takes; infinite where none fits."""
+        dp = self.dynamic_program
+        return 0.0 if dp is None else dp.bound_ms(budget_bytes)
+
+    def can_meet(self, budget_bytes: int) -> bool:
+        """Return False where it is proven that no plan meets a budget."""
+        if self.is_known_to_need_more_than(budget_bytes):
+            return False
+        dp = None if self.micro_batches else self.dynamic_program
+        return can_meet(self.program(1), budget_bytes, dp=dp)
 
     def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
         """Return whether the lowest peak is known and proven to be above a budget, which saves a long search."""
@@ -366,14 +412,18 @@ def solve(
     *,
     start: Choice | None = None,
     watch: Callable[[Incumbent], None] | None = None,
+    minimum: bool = True,
 ) -> Solved:
-    """Find the fastest plan whose replay stays within the budget, or the smallest budget that would do."""
+    """Find the fastest plan whose replay stays within the budget, or the smallest budget that would do.
+
+    Without `minimum` that is left out where nothing fits, which saves most of the time.
+    """
     if budget_bytes <= 0:
         raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
     began = time.perf_counter()
     limits = problem.options.limits
     if problem.is_known_to_need_more_than(budget_bytes):
-        return _without_plan(problem, budget_bytes, infeasible(), 0, began)
+        return _without_plan(problem, budget_bytes, infeasible(), 0, began, minimum=minimum)
     program = problem.program(budget_bytes)
     tightened = 0
     bound_ms = 0.0
@@ -385,7 +435,7 @@ def solve(
         if not tightened:
             bound_ms = outcome.bound_ms  # raised levels cut off more than the plan that was too high
         if outcome.choice is None or tightened > _TIGHTENINGS:
-            return _without_plan(problem, budget_bytes, outcome, tightened, began)
+            return _without_plan(problem, budget_bytes, outcome, tightened, began, minimum=minimum)
         chosen = tuple(program.chosen(outcome.choice))
         judged = problem.replay((candidate.unit, policy) for candidate, policy in chosen)
         if judged.peak_bytes <= budget_bytes:
@@ -413,9 +463,12 @@ def minimum_budget_bytes(problem: Problem) -> int | None:
     return None if problem.min_budget is None else problem.min_budget.peak_bytes
 
 
-def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
+def _without_plan(
+    problem: Problem, budget_bytes: int, outcome: SearchResult, tightened: int, began: float, *, minimum: bool
+) -> Solved:
     """Return the plan of the lowest peak if it fits and the search found none in its time; else why none does."""
-    least = problem.min_budget
+    is_proven = outcome.status is Status.INFEASIBLE and not tightened
+    least = problem.min_budget if minimum or not is_proven else None
     program = problem.program(budget_bytes)
     chosen = () if least is None else tuple(program.chosen(least.choice))
     judged = None if least is None else problem.replay((candidate.unit, policy) for candidate, policy in chosen)

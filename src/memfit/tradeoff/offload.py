@@ -23,6 +23,10 @@ costs nothing, and all larger ones.
 
 Offload is offered on one level of nested units: that through which most bytes can be hidden, each for as long as it is
 gone. Units on two levels would copy at the same time, and neither would have the link alone.
+
+Note [Host memory]: a rank's host takes what all units offload at once, each storage in a pinned buffer, which torch's
+host allocator rounds up to a power of two. Where a limit is given, policies are left out until no choice of those that
+are left can exceed it: the units that gain most offload, each at most so much that most is hidden for longest.
 """
 
 from __future__ import annotations
@@ -240,6 +244,51 @@ def build_offloads(
     return [_build_offload(columns, unit, policy, (windows or {})[unit.name]) for unit, policy in offloading]
 
 
+def host_bytes(unit_columns: UnitColumns, policy: Policy) -> int:
+    """Return what the host of a GPU takes for what a policy offloads (Note [Host memory])."""
+    leaves = _leaving(unit_columns, policy)
+    return sum(1 << (each - 1).bit_length() for each in unit_columns.size[leaves].tolist())
+
+
+def limit_offload(
+    frontiers: Sequence[Frontier],
+    taken: Sequence[Sequence[int]],
+    windows: Sequence[OffloadWindow],
+    link: OffloadLink,
+    limit_bytes: int,
+) -> list[Frontier]:
+    """Return the frontiers without policies, so that no choice among the rest takes more than a limit of the host.
+
+    `taken` is what each policy of each frontier takes there. The same cap is tried for all units, those first whose
+    bytes are gone for longest; the best cap is the one under which most is hidden, each byte for as long as it is gone.
+    """
+    order = sorted(range(len(frontiers)), key=lambda unit: -windows[unit].gone_ms)
+    hidden = [window.hidden_bytes(link) for window in windows]
+
+    def most_within(cap: int) -> tuple[float, int, dict[int, int]]:
+        """Return the worth of giving each unit up to `cap`, how much is left, and what each gets."""
+        left, worth, given = limit_bytes, 0.0, {}
+        for unit in order:
+            most = max((each for each in taken[unit] if each <= min(cap, left)), default=0)
+            given[unit], left = most, left - most
+            worth += windows[unit].gone_ms * min(most, hidden[unit])
+        return worth, left, given
+
+    caps = sorted({each for policies in taken for each in policies})
+    _, _, given = max((most_within(cap) for cap in caps), key=lambda found: (found[0], -found[1]))
+    limited: dict[tuple[int, int], Frontier] = {}  # units that share a frontier still do where they get the same
+    for unit, frontier in enumerate(frontiers):
+        within = (place for place, each in enumerate(taken[unit]) if each <= given[unit])
+        policies = tuple(frontier.policies[place] for place in within)
+        limited.setdefault((id(frontier), given[unit]), replace(frontier, policies=policies))
+    return [limited[id(frontier), given[unit]] for unit, frontier in enumerate(frontiers)]
+
+
+def _leaving(unit_columns: UnitColumns, policy: Policy) -> Flags:
+    """Return the storages that a policy offloads."""
+    return _staying(unit_columns, policy) & np.isin(unit_columns.alloc_at, policy.offload)
+
+
 def _build_offload(columns: TraceColumns, unit: Unit, policy: Policy, window: OffloadWindow) -> Offload:
     low, high = np.searchsorted(columns.forward_alloc_at, (unit.begin, unit.end))
     own = columns.forward_storages[low:high]
@@ -248,7 +297,7 @@ def _build_offload(columns: TraceColumns, unit: Unit, policy: Policy, window: Of
     unknown = [op for op in policy.offload if op >= len(able) or not able[op]]
     if unknown:
         raise InputError(f"op {unknown[0]} of {unit.name!r} has nothing to offload; plan the step again")
-    leaves = _staying(unit_columns, policy) & np.isin(unit_columns.alloc_at, policy.offload)
+    leaves = _leaving(unit_columns, policy)
     return Offload(unit=unit, storages=own[leaves], gone_at=window.gone_at, back_at=window.back_at)
 
 
