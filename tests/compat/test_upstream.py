@@ -1,4 +1,4 @@
-"""PyTorch's own tests of `torch.distributed._tools` (test/distributed/_tools, of 2.13), for the names in memfit.compat.
+"""PyTorch's own tests of `torch.distributed._tools` (test/distributed/_tools), for the names in memfit.compat.
 
 Models and sizes are theirs, but for batches that would take a CPU minutes. Where a test compares with a GPU's counters,
 the truth here is that of the CPU's allocator. docs/howto/distributed-tools.md lists every test and what became of it.

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,9 +149,7 @@ def _build(model_class: Any, config: Any, task: Task) -> nn.Module:
     if task.table == "CTC":
         return _Transcribed(model, config)
     if task.table == "IMAGE_TEXT_TO_TEXT":
-        unchecked = _Unchecked()
-        model.register_forward_pre_hook(unchecked.enter)
-        model.register_forward_hook(unchecked.leave, always_call=True)
+        model.forward = _without_checks(model.forward)
     model.register_forward_hook(_only_loss)
     return model
 
@@ -190,25 +188,33 @@ class _Transcribed(nn.Module):
             )
 
 
-class _Unchecked(TorchFunctionMode):
-    """Leaves out, while a forward runs, transformers' checks of values, and values in the messages of these checks."""
+_CHECKS_OFF = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
-    _variable = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
-    def enter(self, *_: Any) -> None:
-        self._before = os.environ.get(self._variable)
-        os.environ[self._variable] = "1"
-        self.__enter__()
-
-    def leave(self, *_: Any) -> None:
-        self.__exit__(None, None, None)
-        if self._before is None:
-            del os.environ[self._variable]
-        else:
-            os.environ[self._variable] = self._before
+class _NoValues(TorchFunctionMode):
+    """Formats every tensor as a question mark: transformers puts values into messages of checks that hold."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return "?" if func is torch.Tensor.__format__ else func(*args, **(kwargs or {}))
+
+
+def _without_checks(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that leaves out transformers' checks of values while it runs."""
+
+    @wraps(forward)
+    def unchecked(*args: Any, **kwargs: Any) -> Any:
+        before = os.environ.get(_CHECKS_OFF)
+        os.environ[_CHECKS_OFF] = "1"
+        try:
+            with _NoValues():
+                return forward(*args, **kwargs)
+        finally:
+            if before is None:
+                del os.environ[_CHECKS_OFF]
+            else:
+                os.environ[_CHECKS_OFF] = before
+
+    return unchecked
 
 
 def _config_file(name: str, place: str) -> Path:
