@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from memfit.errors import InputError
 from memfit.presets.errors import NotTaken, WrongRequest
@@ -191,24 +190,18 @@ class _Transcribed(nn.Module):
 _CHECKS_OFF = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 
 
-class _NoValues(TorchFunctionMode):
-    """Formats every tensor as a question mark: transformers puts values into messages of checks that hold."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return "?" if func is torch.Tensor.__format__ else func(*args, **(kwargs or {}))
-
-
 def _without_checks(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that leaves out transformers' checks of values while it runs."""
+    """Return a forward that leaves out, while it runs, transformers' checks of values and values in their messages."""
 
     @wraps(forward)
     def unchecked(*args: Any, **kwargs: Any) -> Any:
-        before = os.environ.get(_CHECKS_OFF)
+        before, formatted = os.environ.get(_CHECKS_OFF), torch.Tensor.__format__
         os.environ[_CHECKS_OFF] = "1"
+        torch.Tensor.__format__ = lambda *_: "?"  # type: ignore[method-assign]
         try:
-            with _NoValues():
-                return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
+            torch.Tensor.__format__ = formatted  # type: ignore[method-assign]
             if before is None:
                 del os.environ[_CHECKS_OFF]
             else:
