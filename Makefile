@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser compiler bench zoo zoo-table titan titan-evidence trl isa ops evidence compat docs clean
+.PHONY: demo test lint browser compiler bench zoo zoo-table titan titan-evidence trl isa ops evidence compat docs wheel clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 60GiB
 
@@ -97,6 +97,12 @@ compat: $(BASE)
 
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
+
+# The wheel and the sdist, and the wheel in an empty virtualenv outside of the repository: installs torch once more.
+wheel: $(DEV)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python tests/packaging/empty_environment.py dist/*.whl
 
 clean:
 	rm -rf $(VENV) .compat site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

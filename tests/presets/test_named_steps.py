@@ -16,7 +16,7 @@ from memfit.capture import Trace
 from memfit.errors import InputError
 from memfit.presets import named_step_at, named_steps_at, step_at
 from memfit.presets.errors import StepRaised, WrongRequest
-from memfit.presets.transformers_config import cached_config
+from memfit.presets.hub_cache import cached_config
 
 TRAIN = """
 import torch
@@ -274,8 +274,8 @@ def test_a_configuration_gives_the_trace_of_the_model_itself(tmp_path: Path) -> 
         ({"model_type": "lama"}, r"does not know the model_type 'lama'.*did you mean 'llama'"),
         ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "Code that comes with a model is never run"),
         (
-            {**MASKED, "architectures": ["BertForSequenceClassification"]},
-            r"does not know how .* is trained: its architectures are BertForSequenceClassification.*file\.py:function",
+            {**MASKED, "architectures": ["BertForPreTraining"]},
+            r"does not know how .* is trained: its architectures are BertForPreTraining.*file\.py:function",
         ),
         ({"model_type": "detr"}, "its type is detr"),
     ],

@@ -2,6 +2,7 @@
 
 from memfit.analysis.checkpointing import find_forced_ops
 from memfit.analysis.comparison import Comparison, compare, reserves_more
+from memfit.analysis.estimating import Estimate, estimate
 from memfit.analysis.explaining import explain
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
 from memfit.analysis.holders import allocation_bytes, round_to_block
@@ -14,6 +15,7 @@ __all__ = [
     "Checkpointing",
     "Comparison",
     "EarlyCaptures",
+    "Estimate",
     "HeldStorage",
     "Lever",
     "MeshDimension",
@@ -24,6 +26,7 @@ __all__ = [
     "allocation_bytes",
     "compare",
     "describe_shortfall",
+    "estimate",
     "explain",
     "find_dimensions",
     "find_forced_ops",

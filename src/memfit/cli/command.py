@@ -19,6 +19,7 @@ from memfit.torch_private.deferred_imports import defer_imports
 COMMANDS = {
     "plan": "the fastest plan for a training step that fits the memory",
     "explain": "what fills the memory, and what would help",
+    "estimate": "what training a model takes of one device as it is",
     "curve": "memory against time: every budget that matters",
     "search": "the largest batch or longest sequence that fits",
     "compare": "two plans or two traces side by side",

@@ -69,6 +69,8 @@ class StepOptions:
     """Sequences or images in a batch."""
     seq: Annotated[Count, arg("N", "the step's own")] = None
     """Tokens in a sequence."""
+    task: Annotated[str | None, arg("TASK", "what its architectures say")] = None
+    """What a configuration (hf:) is trained for: causal-lm, masked-lm, seq2seq, sequence-classification, ctc, ..."""
     autocast: Annotated[Autocast, arg("DTYPE", "the step's own")] = None
     """In which products are computed: bfloat16, float16, or float32 for none."""
     accumulation_steps: Annotated[Count, arg("N", "the step's own")] = None

@@ -71,11 +71,11 @@ def resolve_steps(options: StepOptions) -> Callable[[StepOptions], ResolvedStep]
     from memfit.presets import named_steps_at
 
     with asked("STEP: "):
-        return partial(_of_name, named_steps_at(options.step))
+        return partial(_of_name, named_steps_at(options.step, task=options.task))
 
 
 def _of_trace(path: Path, options: StepOptions) -> ResolvedStep:
-    for name in ("batch", "seq", "autocast", "accumulation_steps"):
+    for name in ("batch", "seq", "task", "autocast", "accumulation_steps"):
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(

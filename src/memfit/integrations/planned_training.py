@@ -131,14 +131,7 @@ class PlannedTraining:
         if loss_is_outside(captured) and LOSS not in (*options.force, *options.forbid):
             options = replace(options, forbid=(*options.forbid, LOSS))  # the library calls it, not `plan.loss`
         plan = make_plan(captured, target=target, budget=budget, options=options, progress=False)
-        if plan.status == "infeasible":
-            assert plan.minimum_budget_bytes is not None
-            beside = target.budget_bytes(self._budget) - budget if budget is not None else 0
-            raise InputError(
-                f"no plan of this step fits a budget of {display_bytes(plan.budget_bytes + beside)}, of which "
-                f"{display_bytes(beside)} are kept for what the library and the guard hold beside the step. Give "
-                f"{display_budget(plan.minimum_budget_bytes + beside)} or more, or train with a smaller batch"
-            )
+        check_feasible(plan, beside_bytes=0 if budget is None else target.budget_bytes(self._budget) - budget)
         assert plan.predicted is not None
         self.plan = plan
         plan.apply(model, self._optimizers if len(self._optimizers) != 1 else self._optimizers[0])
@@ -160,19 +153,8 @@ class PlannedTraining:
 
     def describe(self) -> str:
         """Say in one sentence what the plan does and what it expects."""
-        assert self.plan is not None and self.plan.predicted is not None
-        predicted, baseline = self.plan.predicted, self.plan.baseline
-        text = (
-            f"memfit: predicted peak {display_bytes(predicted.peak_bytes)} of a budget of "
-            f"{display_bytes(self.plan.budget_bytes)} on {self.plan.target.device}"
-        )
-        if not self.plan.checkpoint:
-            return f"{text}; it fits as it is, and nothing is recomputed"
-        slower = predicted.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
-        return (
-            f"{text}, {display_bytes(baseline.peak_bytes)} without a plan; {len(self.plan.checkpoint)} unit calls are "
-            f"recomputed, which makes a step about {slower:.0%} longer"
-        )
+        assert self.plan is not None
+        return describe_plan(self.plan)
 
     def run(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Run one micro-batch, forward and backward; out of memory, take its step back, plan tighter, run it again."""
@@ -267,6 +249,38 @@ class PlannedTraining:
         if self._model is not None and self.plan is not None:
             self.plan.remove(self._model)
         self._model = None
+
+
+def check_feasible(plan: Plan, *, beside_bytes: int = 0) -> None:
+    """Refuse a plan that no step can run; name a budget that can be met.
+
+    `beside_bytes` is the part of the user's budget that was kept for what is held beside the step.
+    """
+    if plan.status != "infeasible":
+        return
+    assert plan.minimum_budget_bytes is not None
+    kept = f", {display_bytes(beside_bytes)} of it kept for what is held beside the step" if beside_bytes else ""
+    raise InputError(
+        f"no plan of this step fits a budget of {display_bytes(plan.budget_bytes + beside_bytes)}{kept}. Give "
+        f"{display_budget(plan.minimum_budget_bytes + beside_bytes)} or more, or train with a smaller batch"
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """Say in one sentence what a plan does and what it expects."""
+    assert plan.predicted is not None
+    predicted, baseline = plan.predicted, plan.baseline
+    text = (
+        f"memfit: predicted peak {display_bytes(predicted.peak_bytes)} of a budget of "
+        f"{display_bytes(plan.budget_bytes)} on {plan.target.device}"
+    )
+    if not plan.checkpoint:
+        return f"{text}; it fits as it is, and nothing is recomputed"
+    slower = predicted.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
+    return (
+        f"{text}, {display_bytes(baseline.peak_bytes)} without a plan; {len(plan.checkpoint)} unit calls are "
+        f"recomputed, which makes a step about {slower:.0%} longer"
+    )
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

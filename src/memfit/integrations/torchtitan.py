@@ -1,4 +1,7 @@
-"""A `Step` from a torchtitan job configuration: its model, parallelize function, loss, clipping and optimizers.
+"""Plans in torchtitan's trainer, and a `Step` from its job configuration: its model, loss, clipping and optimizers.
+
+    from torchtitan.train import main
+    main(memfit.integrations.torchtitan.planned_trainer(budget="60GiB"))  # in place of main(Trainer)
 
     step = memfit.integrations.torchtitan.step("llama3_8b.toml")
     memfit.trace(step, target="h100-sxm", mesh=memfit.integrations.torchtitan.mesh("llama3_8b.toml", ranks=64))
@@ -20,14 +23,20 @@ import math
 import os
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from memfit.capture import Step, spec
+from memfit.capture import Step, spec, trace
 from memfit.errors import InputError
+from memfit.integrations.planned_training import check_feasible, describe_plan, logger, resolve_target
+from memfit.plans import Plan
+from memfit.plans import plan as make_plan
+from memfit.solve import SolveOptions
+from memfit.tradeoff import LOSS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +63,58 @@ def step(config: Any, *, model_args: Any = None) -> Step:
     shape = (config.training.local_batch_size, config.training.seq_len)
     tokens, labels = spec(shape, torch.int64), spec(shape, torch.int64)
     return Step(job.build, (tokens, labels), optimizer=job.optimizers, run=job.run)
+
+
+def planned_trainer(
+    trainer_class: Any = None,
+    *,
+    budget: str | int | float | None = None,
+    target: Any = None,
+    options: SolveOptions | None = None,
+) -> Any:
+    """Return torchtitan's `Trainer`, or a subclass of it, with a plan in place of its activation checkpointing.
+
+    Every rank captures the step of the job's own configuration before process groups are made, plans it for `budget`
+    (what tensors of one rank may take; without it, all that is usable) and applies the plan to the model that
+    torchtitan has built and parallelized. `target` is the hardware, the rank's own device unless given. The trainer's
+    `plan` says what was decided; `activation_checkpoint.mode` of the configuration is switched off.
+    """
+    base = _load("torchtitan.train").Trainer if trainer_class is None else trainer_class
+
+    class PlannedTrainer(base):
+        """A trainer whose model runs a memfit plan."""
+
+        plan: Plan
+
+        def __init__(self, job_config: Any) -> None:
+            self.plan = _plan_job(job_config, budget=budget, target=target, options=options or SolveOptions())
+            super().__init__(job_config)
+            (model,) = self.model_parts
+            self.plan.apply(model, self.optimizers)
+
+    return PlannedTrainer
+
+
+def _plan_job(config: Any, *, budget: Any, target: Any, options: SolveOptions) -> Plan:
+    """Plan the step of a job on as many ranks as torchrun says, and switch the job's own checkpointing off."""
+    config = _resolve_config(config)
+    if getattr(config.experimental, "custom_import", ""):
+        importlib.import_module(config.experimental.custom_import)  # may register the model; the trainer does the same
+    mode = config.activation_checkpoint.mode
+    if mode != "none":
+        config.activation_checkpoint.mode = "none"
+        logger.warning(f"memfit: activation_checkpoint.mode {mode!r} is switched off; the plan takes its place")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    device = _load("torchtitan.tools.utils").device_type
+    hardware = resolve_target(target, torch.device(device), ranks)
+    captured = trace(step(config), target=hardware, mesh=mesh(config, ranks=ranks))
+    if LOSS not in (*options.force, *options.forbid):
+        options = replace(options, forbid=(*options.forbid, LOSS))  # the trainer calls it, not `plan.loss`
+    plan = make_plan(captured, target=hardware, budget=budget, options=options, progress=False)
+    check_feasible(plan)
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(describe_plan(plan))
+    return plan
 
 
 def mesh(config: Any, *, ranks: int) -> dict[str, int]:
@@ -268,4 +329,4 @@ def _load(name: str) -> ModuleType:
         ) from error
 
 
-__all__ = ["mesh", "step"]
+__all__ = ["mesh", "planned_trainer", "step"]

@@ -3,7 +3,8 @@
 from memfit.presets.errors import NotTaken, WrongRequest
 from memfit.presets.named_steps import NamedSteps, named_step_at, named_steps_at, step_at
 from memfit.presets.parallel_model import ParallelModel, in_autocast
-from memfit.presets.shapes import NamedStep, Shape, list_shapes, load_shape, shape_step
+from memfit.presets.shapes import Shape, list_shapes, load_shape, shape_step
+from memfit.presets.training import NamedStep
 
 __all__ = [
     "NamedStep",

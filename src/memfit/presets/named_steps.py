@@ -21,8 +21,10 @@ from typing import Any, Protocol
 from memfit.capture import Step
 from memfit.errors import InputError, MemfitError
 from memfit.presets.errors import NotTaken, StepRaised, WrongRequest
-from memfit.presets.shapes import NamedStep, load_shape, shape_step
-from memfit.presets.transformers_config import PREFIX, Configured, names_repository
+from memfit.presets.hub_cache import names_repository
+from memfit.presets.shapes import load_shape, shape_step
+from memfit.presets.training import NamedStep
+from memfit.presets.transformers_config import PREFIX, Configured
 from memfit.text import close_names, did_you_mean
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__path__[0] + os.sep, "<frozen")
@@ -35,29 +37,33 @@ class NamedSteps(Protocol):
     def __call__(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep: ...
 
 
-def step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> Step:
+def step_at(text: str, *, batch: int | None = None, seq: int | None = None, task: str | None = None) -> Step:
     """Return the step that a text names.
 
     `train.py:step` and `package.module:step` are functions that return one, `hf:config.json` is a configuration of
     transformers, `hf:org/name` that of a model in the local cache of Hugging Face, anything else a built-in shape such
-    as `llama3-8b`.
+    as `llama3-8b`. `task` is what a configuration is trained for, where its `architectures` do not say it.
     """
-    return named_step_at(text, batch=batch, seq=seq).step
+    return named_step_at(text, batch=batch, seq=seq, task=task).step
 
 
-def named_step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+def named_step_at(text: str, *, batch: int | None = None, seq: int | None = None, task: str | None = None) -> NamedStep:
     """Return the step that a text names, with what it is and what was chosen for want of an option."""
-    return named_steps_at(text)(batch=batch, seq=seq)
+    return named_steps_at(text, task=task)(batch=batch, seq=seq)
 
 
-def named_steps_at(text: str) -> NamedSteps:
+def named_steps_at(text: str, *, task: str | None = None) -> NamedSteps:
     """Return a function that makes the named step for any batch and length; what it names is loaded once."""
     if not isinstance(text, str) or not text.strip():
         raise WrongRequest(
             f"a step is named by a text, not {text!r}; {HOW}, or the name of a shape such as 'llama3-8b'"
         )
     if text.startswith(PREFIX):
-        return Configured.at(text).step
+        return Configured.at(text, task=task).step
+    if task is not None:
+        raise WrongRequest(
+            f"task={task!r} (--task) is for configurations of transformers (hf:...), and {text!r} is none"
+        )
     if ":" in text or text.endswith(".py") or os.sep in text:
         return partial(_located_step, StepLocation.at(text))
     return partial(shape_step, load_shape(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -15,22 +15,24 @@ from torch import nn
 
 from memfit.capture import Step, spec
 from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.library_models import LONG_UNASKED, LibraryModel
 from memfit.presets.models.bert import BERT, BERTSizes
 from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
 from memfit.presets.models.llama import Llama, LlamaSizes
 from memfit.presets.models.mixtral import Mixtral, MixtralSizes
 from memfit.presets.models.vit import ViT, ViTSizes
-from memfit.presets.parallel_model import ContextParallel, ParallelModel, Pipeline, TensorParallel
+from memfit.presets.training import BATCH, NO_BATCH, NamedStep, display_count, resolve_count, training_step
 from memfit.text import close_names, did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes
+Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes | LibraryModel
 _SIZES: dict[str, type[Any]] = {
     "llama": LlamaSizes,
     "qwen3": LlamaSizes,
     "mixtral": MixtralSizes,
+    "qwen3-moe": MixtralSizes,
     "gpt2": GPT2Sizes,
     "bert": BERTSizes,
     "vit": ViTSizes,
@@ -42,7 +44,8 @@ class Shape:
     """A model's sizes and where they are from. `seq` is the length of a sequence unless another is given.
 
     `longest` is the most positions that the model has, 0 where nothing limits it; images have no sequence (`seq` 0).
-    `seen` is how the count was read: stored, in stored copies of what was published.
+    `seen` is how the count was read: stored, in stored copies of what was published; built, of the model itself, where
+    its makers gave the count in `published`, rounded.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Shape:
     seen: str
     sizes: Sizes
     aliases: tuple[str, ...] = ()
+    published: str = ""
 
 
 def list_shapes() -> tuple[Shape, ...]:
@@ -87,9 +91,12 @@ def _shipped() -> tuple[Shape, ...]:
     folder = resources.files("memfit.presets") / "data"
     for file in sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name):
         raw = msgspec.toml.decode(file.read_bytes())
-        kind = _SIZES[raw["family"]]
+        library = {key: raw[key] for key in ("library", "architecture") if key in raw}
         for each in raw["shapes"]:
-            sizes = msgspec.convert(each.pop("sizes"), kind)
+            if library:
+                sizes: Sizes = LibraryModel(**library, config={**raw.get("config", {}), **each.pop("config", {})})
+            else:
+                sizes = msgspec.convert(each.pop("sizes"), _SIZES[raw["family"]])
             aliases = tuple(each.pop("aliases", ()))
             found.append(Shape(family=raw["family"], task=raw["task"], sizes=sizes, aliases=aliases, **each))
     return tuple(sorted(found, key=lambda shape: (shape.family, shape.parameters)))
@@ -100,50 +107,12 @@ def _normalized(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "", name.lower())
 
 
-# -- training, with the defaults of torchtitan (its job_config.py, 2025) ----------------------------------------------
-#
-# Parameters and AdamW's state in float32, compute in bfloat16, AdamW's fused step, gradients clipped to a norm of 1.
-
-
-ADAMW = partial(torch.optim.AdamW, lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
-BATCH = 1
-NO_BATCH = "one sample since no --batch was given"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedStep:
-    """A step with what it is, in words, and what was chosen because nothing was given."""
-
-    step: Step
-    title: str
-    notes: tuple[str, ...] = ()
-
-
-def training_step(
-    model: Callable[[], nn.Module],
-    batch: Mapping[str, torch.Tensor],
-    *,
-    tensor_parallel: TensorParallel | None = None,
-    no_tensor_parallel: str = "",
-    pipeline: Pipeline | None = None,
-    context_parallel: ContextParallel | None = None,
-) -> Step:
-    """Return the training step of a model that computes its own loss, on one rank or on a mesh."""
-    built = ParallelModel(
-        build=model,
-        tensor_parallel=tensor_parallel,
-        no_tensor_parallel=no_tensor_parallel,
-        pipeline=pipeline,
-        context_parallel=context_parallel,
-        compute=torch.bfloat16,
-    )
-    return Step(built, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
-
-
 def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
     """Return the training step of a shape: one sample unless given, sequences as long as the shape's own."""
     size = resolve_count("batch", batch, BATCH)
-    described = f"{shape.title}, {_counted(shape.parameters)} parameters"
+    described = f"{shape.title}, {display_count(shape.parameters)} parameters"
+    if isinstance(shape.sizes, LibraryModel):
+        return shape.sizes.named_step(described, usual_seq=shape.seq, batch=batch, seq=_checked_length(shape, seq))
     notes = [NO_BATCH] if batch is None else []
     if isinstance(shape.sizes, ViTSizes):
         images = f"{shape.sizes.image} x {shape.sizes.image}"
@@ -155,29 +124,20 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
         batched = {"images": pixels, "labels": spec((size,), torch.int64)}
         step = training_step(partial(ViT, shape.sizes), batched, no_tensor_parallel=_ONE_MATRIX)
         return NamedStep(step=step, title=f"{described}, batch {size}, images of {images}", notes=tuple(notes))
-    length = resolve_count("seq", seq, shape.seq)
-    if shape.longest and length > shape.longest:
-        raise WrongRequest(
-            f"seq={length} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
-        )
+    length = resolve_count("seq", _checked_length(shape, seq), shape.seq)
     if seq is None:
-        notes.append("that long since no --seq was given")
+        notes.append(LONG_UNASKED)
     tokens = {name: spec((size, length), torch.int64) for name in ("tokens", "labels")}
     step = language_step(shape.sizes, length, tokens)
     return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))
 
 
-def resolve_count(name: str, value: Any, default: int) -> int:
-    """Return a whole number of at least 1, or the default."""
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise WrongRequest(f"{name} (--{name}) is {value!r}; write a whole number of at least 1")
-    return value
-
-
-def _counted(number: int) -> str:
-    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+def _checked_length(shape: Shape, seq: int | None) -> int | None:
+    if seq is not None and shape.longest and resolve_count("seq", seq, shape.seq) > shape.longest:
+        raise WrongRequest(
+            f"seq={seq} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
+        )
+    return seq
 
 
 def language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens: Mapping[str, torch.Tensor]) -> Step:

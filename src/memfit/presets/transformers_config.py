@@ -1,101 +1,110 @@
 """A step of a transformers configuration: `hf:path/to/config.json`, or `hf:org/name` from the local cache.
 
 No weights, no download, no code of strangers.
+
+Note [Without data]: a capture has shapes and no values, and some models look at values while they train. Left out of
+their step are layers that are dropped by chance (`layerdrop`) and masks over recordings (`apply_spec_augment`), which
+notes say, and the check that as many tokens of a text stand for images as there are. The loss of CTC is computed here
+from the logits, as the models do it, for transcripts of equal length.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from memfit.capture import spec
 from memfit.errors import InputError
 from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.hub_cache import cached_config, names_repository
 from memfit.presets.parallel_model import TRANSFORMERS_STYLES, TensorParallel
-from memfit.presets.shapes import BATCH, NO_BATCH, NamedStep, resolve_count, training_step
+from memfit.presets.training import BATCH, NO_BATCH, NamedStep, resolve_count, training_step
+from memfit.presets.transformers_tasks import TASKS, InputSizes, Task, find_task, input_specs, tasks_of
 from memfit.text import close_names, did_you_mean
 
 PREFIX = "hf:"
 _LONGEST_UNASKED = 8192
 """A sequence is not longer than this unless asked for: many configurations name a limit that nobody trains with."""
-_IMAGE = 224
-_TASKS = {
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "causal language model",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "masked language model",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "sequence to sequence",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image classification",
-}
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_source_positions")
+_RECORDINGS = ("AUDIO_CLASSIFICATION", "CTC")
+"""Tables of tasks whose only sequence is a recording."""
 _POSITIONS = re.compile("position|^wpe$")
 _OWN = "for any model at all write path/to/file.py:function, a function that returns a memfit.Step"
 
 
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """A model class of transformers and what it is trained for."""
-
-    name: str
-    task: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configured:
-    """A configuration that was read, and the class of the model that it describes; `name` is how it was asked for."""
+    """A configuration that was read, the class of the model that it describes, and what this is trained for."""
 
     name: str
-    path: Path
+    """How it was asked for."""
     raw: dict[str, Any]
     transformers: ModuleType
     config: Any
-    chosen: _Class
+    class_name: str
+    task: Task
 
     @classmethod
-    def at(cls, place: str) -> Configured:
+    def at(cls, place: str, *, task: str | None = None) -> Configured:
         """Return the one in the file that `hf:path` names, or that of the model `hf:org/name` in the local cache."""
         name = place.removeprefix(PREFIX)
         path = _config_file(name, place)
-        raw = _read(path)
-        transformers = _transformers(place)
-        return cls(
-            name=str(path) if Path(name).expanduser().exists() else name,
-            path=path,
-            raw=raw,
-            transformers=transformers,
-            config=_config(raw, path),
-            chosen=_class_of(raw, path),
+        return cls.of(
+            _read(path), where=str(path), name=str(path) if Path(name).expanduser().exists() else name, task=task
         )
 
-    def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+    @classmethod
+    def of(cls, raw: dict[str, Any], *, where: str, name: str, task: str | None = None) -> Configured:
+        """Return the one with these values; `where` is where they are from, for errors."""
+        transformers = _transformers(where)
+        config = _config(raw, where)
+        class_name, found = _class_of(raw, where, transformers, None if task is None else find_task(task))
+        return cls(name=name, raw=raw, transformers=transformers, config=config, class_name=class_name, task=found)
+
+    @property
+    def model_class(self) -> Any:
+        """The class itself."""
+        return getattr(self.transformers, self.class_name)
+
+    def step(self, *, batch: int | None = None, seq: int | None = None, title: str | None = None) -> NamedStep:
         """Return the training step of the model, built on meta in float32."""
-        chosen = self.chosen
         size = resolve_count("batch", batch, BATCH)
         notes = [NO_BATCH] if batch is None else []
-        build = partial(_build, self.transformers, chosen.name, self.config)
-        if chosen.task == "image classification":
+        config = _settle(self.config, self.task, notes)
+        build = partial(_build, self.model_class, config, self.task)
+        sizes = InputSizes(batch=size, length=resolve_count("seq", seq, _usual_length(config)))
+        if self.task.table in _RECORDINGS and seq is not None:
+            sizes = replace(sizes, samples=seq, features=seq)
+        inputs = input_specs(self.model_class.forward, config, self.task.table, sizes)
+        if not any(isinstance(each, torch.Tensor) for name, each in inputs.items() if name != "labels"):
+            raise InputError(f"memfit does not know the inputs of {self.class_name}; {_OWN}")
+        what = _described(inputs)
+        if not _has_sequences(inputs):
             if seq is not None:
                 raise NotTaken(
-                    f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images", "leave it out"
+                    f"seq={seq} (--seq) makes no sense for {self.class_name}, which takes {what}", "leave it out"
                 )
-            inputs, what = _images(self.config, size, notes)
+        elif seq is None:
+            notes.append(_why_so_long(config, self.task))
         else:
-            inputs, what = _tokens(self.config, size, seq, notes)
-            if seq is not None:
-                _check_positions(self.config, build, chosen.name, seq)
+            _check_positions(config, build, self.class_name, seq)
         notes += _saved_dtype(self.raw)
-        parallel, why_not = _tensor_parallel(getattr(self.transformers, chosen.name), self.config)
+        parallel, why_not = _tensor_parallel(self.model_class, config)
         step = training_step(build, inputs, tensor_parallel=parallel, no_tensor_parallel=why_not)
-        return NamedStep(step=step, title=f"{chosen.name} of {self.name}, batch {size}, {what}", notes=tuple(notes))
+        title = title or f"{self.class_name} of {self.name}"
+        return NamedStep(step=step, title=f"{title}, batch {size}, {what}", notes=tuple(notes))
 
 
 def _tensor_parallel(model_class: Any, config: Any) -> tuple[TensorParallel | None, str]:
@@ -133,16 +142,72 @@ def _saved_dtype(raw: dict[str, Any]) -> list[str]:
     return [f"parameters in float32 and compute in bfloat16: {named} of the configuration is how weights were saved"]
 
 
-def _build(transformers: ModuleType, name: str, config: Any) -> nn.Module:
+def _build(model_class: Any, config: Any, task: Task) -> nn.Module:
     """Return the model itself; its constructor takes torch's default dtype, not the one that weights were saved in."""
-    model = getattr(transformers, name)(config)
+    model = model_class(config)
+    if task.table == "CTC":
+        return _Transcribed(model, config)
+    if task.table == "IMAGE_TEXT_TO_TEXT":
+        model.forward = _without_checks(model.forward)
     model.register_forward_hook(_only_loss)
     return model
 
 
 def _only_loss(module: nn.Module, given: Any, output: Any) -> torch.Tensor:
     """Return the loss alone: logits are not held through backward, as in transformers' own training loop."""
-    return output.loss
+    loss = output.loss
+    if loss is None:
+        raise InputError(f"{type(module).__name__} returns no loss for its labels; {_OWN}")
+    return loss
+
+
+class _Transcribed(nn.Module):
+    """A model with the loss of CTC outside of it: its own looks for the padding of the transcripts."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.blank: int = getattr(config, "pad_token_id", None) or 0
+        self.reduction: str = getattr(config, "ctc_loss_reduction", "mean")
+        self.zero_infinity: bool = getattr(config, "ctc_zero_infinity", False)
+
+    def forward(self, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        logits = self.model(**inputs).logits
+        rows, frames = logits.shape[:2]
+        shares = F.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
+        with torch.backends.cudnn.flags(enabled=False):
+            return F.ctc_loss(
+                shares,
+                labels,
+                [frames] * rows,  # type: ignore[arg-type]
+                [labels.shape[1]] * rows,  # type: ignore[arg-type]
+                blank=self.blank,
+                reduction=self.reduction,
+                zero_infinity=self.zero_infinity,
+            )
+
+
+_CHECKS_OFF = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+
+
+def _without_checks(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that leaves out, while it runs, transformers' checks of values and values in their messages."""
+
+    @wraps(forward)
+    def unchecked(*args: Any, **kwargs: Any) -> Any:
+        before, formatted = os.environ.get(_CHECKS_OFF), torch.Tensor.__format__
+        os.environ[_CHECKS_OFF] = "1"
+        torch.Tensor.__format__ = lambda *_: "?"  # type: ignore[method-assign]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.Tensor.__format__ = formatted  # type: ignore[method-assign]
+            if before is None:
+                del os.environ[_CHECKS_OFF]
+            else:
+                os.environ[_CHECKS_OFF] = before
+
+    return unchecked
 
 
 def _config_file(name: str, place: str) -> Path:
@@ -179,7 +244,7 @@ def _transformers(place: str) -> ModuleType:
         ) from error
 
 
-def _config(raw: dict[str, Any], path: Path) -> Any:
+def _config(raw: dict[str, Any], where: str) -> Any:
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     kind = raw["model_type"]
     if kind not in known:
@@ -187,49 +252,111 @@ def _config(raw: dict[str, Any], path: Path) -> Any:
         version = importlib.import_module("transformers").__version__
         hint = did_you_mean(near, "a newer one may.")
         own = "Code that comes with a model is never run; " if "auto_map" in raw else ""
-        raise InputError(f"transformers {version} does not know the model_type {kind!r} of {path}; {hint} {own}{_OWN}")
+        raise InputError(f"transformers {version} does not know the model_type {kind!r} of {where}; {hint} {own}{_OWN}")
     try:
         config = known[kind].from_dict({key: value for key, value in raw.items() if key != "auto_map"})
     except Exception as error:  # its checks raise errors of many kinds
-        raise InputError(f"transformers refuses {path}: {error}") from error
+        raise InputError(f"transformers refuses {where}: {error}") from error
     config.use_cache = False  # it is for generation
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # some token; which does not matter
     return config
 
 
-def _class_of(raw: dict[str, Any], path: Path) -> _Class:
+def _class_of(raw: dict[str, Any], where: str, transformers: ModuleType, asked: Task | None) -> tuple[str, Task]:
     """Return the class that the configuration names, if how it is trained is known; else the one for its type."""
-    tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    named = raw.get("architectures") or []
-    for table, task in _TASKS.items():
-        mapping = getattr(tables, table)
-        classes = mapping.get(raw["model_type"], ())
-        classes = (classes,) if isinstance(classes, str) else tuple(classes)
-        for name in named or classes[:1]:
-            if name in classes:
-                return _Class(name, task)
-    what = f"its architectures are {', '.join(map(str, named))}" if named else f"its type is {raw['model_type']}"
-    raise InputError(
-        f"memfit does not know how {path} is trained: {what}. It knows {', '.join(_TASKS.values())}; {_OWN}"
-    )
+    kind, named = raw["model_type"], raw.get("architectures") or []
+    if asked is not None:
+        classes = asked.classes.get(kind, ())
+        if not classes:
+            there = ", ".join(task.name for task in tasks_of(kind)) or "none"
+            raise WrongRequest(f"transformers has no class of {kind} for --task {asked.name}; it has: {there}")
+        return next((name for name in named if name in classes), classes[0]), asked
+    found = [(name, task) for task in TASKS for name in task.classes.get(kind, ()) if name in named]
+    if not named:
+        found = [(task.classes[kind][0], task) for task in tasks_of(kind)]
+    for name, task in found:  # a class for texts and for images with texts is in the tables of both
+        if task.table == "IMAGE_TEXT_TO_TEXT" and named and _takes_images(getattr(transformers, name)):
+            return name, task
+    if found:
+        return found[0]
+    what = f"its architectures are {', '.join(map(str, named))}" if named else f"its type is {kind}"
+    there = ", ".join(task.name for task in tasks_of(kind))
+    ask = f"; its type can be trained with --task: {there}" if there else ""
+    raise InputError(f"memfit does not know how {where} is trained: {what}{ask}; {_OWN}")
 
 
-def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
-    longest = _longest(config)
-    default = min(longest or _LONGEST_UNASKED, _LONGEST_UNASKED)
-    length = resolve_count("seq", seq, default)
-    if seq is None:
-        why = "the configuration's length" if default == longest else f"at most {_LONGEST_UNASKED}"
-        notes.append(f"{why} since no --seq was given")
-    ids = {name: spec((size, length), torch.int64) for name in ("input_ids", "labels")}
-    return ids, f"sequences of {length}"
+def _takes_images(model_class: Any) -> bool:
+    return "pixel_values" in inspect.signature(model_class.forward).parameters
+
+
+def _settle(config: Any, task: Task, notes: list[str]) -> Any:
+    """Return the configuration without what depends on chance or values (Note [Without data])."""
+    changes: dict[str, Any] = {}
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            changes[name] = 0.0
+            notes.append(f"without {name}, which drops layers by chance")
+    spoken = task.table in (*_RECORDINGS, "SPEECH_SEQ_2_SEQ")
+    if spoken and getattr(config, "apply_spec_augment", False):
+        changes["apply_spec_augment"] = False
+        notes.append("without apply_spec_augment, which masks what chance says")
+    if task.table == "SEQUENCE_CLASSIFICATION" and getattr(config, "pad_token_id", 0) is None:
+        changes["pad_token_id"] = 0  # by which the last token of a text is found
+    if not changes:
+        return config
+    settled = type(config).from_dict(config.to_dict())
+    for name, value in {"use_cache": False, **changes}.items():
+        setattr(settled, name, value)
+    return settled
+
+
+def _described(inputs: dict[str, Any]) -> str:
+    """Say what a batch is made of."""
+    words = []
+    if "input_ids" in inputs:
+        words.append(f"sequences of {inputs['input_ids'].shape[1]}")
+    for name in ("pixel_values", "pixel_values_videos"):
+        if name in inputs:
+            frames = f"{inputs[name].shape[1]} frames of " if inputs[name].dim() == 5 else ""
+            words.append(f"{frames}images of {' x '.join(map(str, inputs[name].shape[-2:]))}")
+    if "input_values" in inputs:
+        words.append(f"recordings of {' x '.join(map(str, inputs['input_values'].shape[1:]))}")
+    if "input_features" in inputs:
+        words.append(f"spectrograms of {' x '.join(map(str, inputs['input_features'].shape[1:]))}")
+        if inputs["labels"].dim() == 2:
+            words.append(f"texts of {inputs['labels'].shape[1]}")
+    if "past_values" in inputs:
+        words.append(f"series of {' x '.join(map(str, inputs['past_values'].shape[1:]))}")
+    return ", ".join(words)
+
+
+def _has_sequences(inputs: dict[str, Any]) -> bool:
+    """Return whether a length can be asked for: of texts, or of recordings that may be of any."""
+    labels = inputs.get("labels")
+    spoken = "input_features" in inputs and labels is not None and labels.dim() == 2
+    return "input_ids" in inputs or spoken or ("input_values" in inputs and inputs["input_values"].dim() == 2)
+
+
+def _usual_length(config: Any) -> int:
+    return min(_longest(config) or _LONGEST_UNASKED, _LONGEST_UNASKED)
+
+
+def _why_so_long(config: Any, task: Task) -> str:
+    if task.table in _RECORDINGS:
+        why = "ten seconds"
+    elif _usual_length(config) == _longest(config):
+        why = "the configuration's length"
+    else:
+        why = f"at most {_LONGEST_UNASKED}"
+    return f"{why} since no --seq was given"
 
 
 def _longest(config: Any) -> int | None:
     """Return the length that the configuration names; only a model with a table of positions ends there."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    names = ("max_target_positions", *_LENGTHS) if getattr(config, "is_encoder_decoder", False) else _LENGTHS
+    return next((n for name in names if isinstance(n := getattr(text, name, None), int) and n > 0), None)
 
 
 def _check_positions(config: Any, build: Callable[[], nn.Module], name: str, seq: int) -> None:
@@ -242,90 +369,3 @@ def _check_positions(config: Any, build: Callable[[], nn.Module], name: str, seq
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
             raise WrongRequest(f"seq={seq} (--seq) is more than {name} has positions for; give at most {longest}")
-
-
-def _images(config: Any, size: int, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
-    given = getattr(config, "image_size", None)
-    if given is None:
-        notes.append(f"images of {_IMAGE} x {_IMAGE}, since the configuration has no image_size")
-    sides = tuple(given) if isinstance(given, list | tuple) else (given or _IMAGE,) * 2
-    pixels = spec((size, getattr(config, "num_channels", 3), *sides))
-    return {"pixel_values": pixels, "labels": spec((size,), torch.int64)}, f"images of {sides[0]} x {sides[1]}"
-
-
-# -- `hf:org/name`: a configuration in the local cache of Hugging Face, nothing is downloaded --------------------------
-
-
-_REPOSITORY = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
-_CONFIG = "config.json"
-
-
-def names_repository(text: str) -> bool:
-    """Return whether a text may be a model on the Hub, such as `org/name`, `gpt2` or `org/name@revision`."""
-    return _REPOSITORY.fullmatch(text) is not None and not text.endswith(".json")
-
-
-def cache_folder() -> Path:
-    """Return where huggingface_hub keeps what it downloads."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(variable):
-            return Path(os.environ[variable]).expanduser()
-    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return (Path(os.environ.get("HF_HOME") or default) / "hub").expanduser()
-
-
-def cached_config(text: str) -> Path:
-    """Return the config.json of a model in the cache; `@revision` is a branch, a tag or a commit, by default `main`."""
-    match = _REPOSITORY.fullmatch(text)
-    if match is None:
-        raise WrongRequest(f"'hf:{text}' names no model; write hf:org/name, or hf:path/to/config.json")
-    name, revision = match["name"], match["revision"]
-    cache = cache_folder()
-    folder = cache / f"models--{name.replace('/', '--')}"
-    if not folder.is_dir():
-        raise WrongRequest(
-            f"there is no file or folder {name}, and no model of that name in the cache of Hugging Face ({cache}). "
-            f"Nothing is downloaded here: get it with `hf download {name} {_CONFIG}`, or write hf:path/to/{_CONFIG}"
-        )
-    commits = _commits(folder)
-    wanted = _resolved(folder, revision or "main")
-    if wanted is None and revision is None and len(commits) == 1:
-        wanted = commits[0]  # downloaded by its commit, so that no branch leads to it
-    if wanted is None:
-        there = f"the cache has {', '.join(commits[:3])}" if commits else "the cache has no revision of it"
-        raise WrongRequest(
-            f"revision {revision or 'main'!r} of {name} is not in the cache of Hugging Face ({cache}); {there}. Write "
-            f"hf:{name}@COMMIT, or get it with `hf download {name} {_CONFIG}{_option(revision)}`"
-        )
-    path = folder / "snapshots" / wanted / _CONFIG
-    if not path.is_file():
-        missing = (folder / ".no_exist" / wanted / _CONFIG).exists()
-        why = f"the model has no {_CONFIG}" if missing else f"its {_CONFIG} was not downloaded"
-        raise WrongRequest(
-            f"{name} is in the cache of Hugging Face ({cache}) without a {_CONFIG}: {why}; "
-            + (
-                "for any model at all write path/to/file.py:function"
-                if missing
-                else f"get it with `hf download {name} {_CONFIG}{_option(revision)}`"
-            )
-        )
-    return path
-
-
-def _resolved(folder: Path, revision: str) -> str | None:
-    """Return the commit that a branch, a tag or the beginning of a commit stands for, if the cache has it."""
-    ref = folder / "refs" / revision
-    if ref.is_file():
-        return ref.read_text().strip()
-    if len(revision) < 7:
-        return None
-    return next((commit for commit in _commits(folder) if commit.startswith(revision)), None)
-
-
-def _commits(folder: Path) -> list[str]:
-    snapshots = folder / "snapshots"
-    return sorted(each.name for each in snapshots.iterdir() if each.is_dir()) if snapshots.is_dir() else []
-
-
-def _option(revision: str | None) -> str:
-    return "" if revision is None else f" --revision {revision}"

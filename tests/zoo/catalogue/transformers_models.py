@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from memfit import Step
+from memfit.presets.transformers_tasks import InputSizes, input_specs
 
 BATCH, LENGTH, VOCABULARY, SIDE, FRAMES, LAYERS = 4, 64, 160, 32, 4, 2
 
@@ -168,61 +169,30 @@ def _small_list(name: str, values: list[int]) -> Iterator[tuple[str, list[int]]]
         yield name, [max(16, 16 * round(each / min(values))) for each in values]
 
 
-def inputs(model: nn.Module, config: Any, task: str) -> dict[str, torch.Tensor]:
-    """Return a batch by the names that the model's forward takes."""
-    takes = inspect.signature(model.forward).parameters
+def inputs(model: nn.Module, config: Any, task: str) -> dict[str, Any]:
+    """Return a batch by the names that the model's forward takes; without images where they belong to a text."""
+    sizes = InputSizes(batch=BATCH, length=LENGTH, side=SIDE, frames=FRAMES, samples=1600, features=64, transcript=6)
+    found = input_specs(model.forward, config, task, sizes)
+    if task == "IMAGE_TEXT_TO_TEXT" and "input_ids" in found:
+        found.pop("pixel_values", None)
+    if (
+        task in ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+        and "attention_mask" in inspect.signature(model.forward).parameters
+    ):
+        found["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    return {name: _filled(name, each, config, task) for name, each in found.items()}
+
+
+def _filled(name: str, given: Any, config: Any, task: str) -> Any:
+    """Return random values in the shape of a tensor that has none."""
+    if not isinstance(given, torch.Tensor) or not given.is_meta:
+        return given
+    if given.is_floating_point():
+        return torch.rand(given.shape) if name == "labels" else torch.randn(given.shape)
+    if name == "labels" and task == "CTC":
+        return torch.randint(1, 8, given.shape)
+    if name == "labels" and (given.dim() == 1 or task == "SEMANTIC_SEGMENTATION"):
+        return torch.randint(0, config.num_labels, given.shape)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = min(getattr(text, "vocab_size", VOCABULARY) or VOCABULARY, VOCABULARY)
-    tokens = torch.randint(_LEAST_TOKEN, vocabulary, (BATCH, LENGTH))
-    batch: dict[str, torch.Tensor] = {}
-    if "input_ids" in takes and "input_features" not in takes:
-        batch["input_ids"] = tokens
-        if "attention_mask" in takes and task in ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
-            batch["attention_mask"] = torch.ones_like(tokens)
-    if task == "ZERO_SHOT_IMAGE_CLASSIFICATION" or ("pixel_values" in takes and "input_ids" not in takes):
-        batch["pixel_values"] = _images(config, video=task == "VIDEO_CLASSIFICATION")
-    if "input_values" in takes and "input_ids" not in takes:
-        batch["input_values"] = torch.randn(BATCH, 1600)
-    if "input_features" in takes:
-        batch["input_features"] = _features(config, task)
-    if "past_values" in takes:
-        length = getattr(config, "context_length", LENGTH)
-        channels = getattr(config, "num_input_channels", 1)
-        batch["past_values"] = torch.randn(BATCH, length, channels) if channels > 1 else torch.randn(BATCH, length)
-        if "future_values" in takes and hasattr(config, "prediction_length"):
-            batch["future_values"] = torch.randn(BATCH, config.prediction_length, channels)
-    if "labels" in takes:
-        batch["labels"] = _labels(config, task, tokens)
-    if "return_loss" in takes and task == "ZERO_SHOT_IMAGE_CLASSIFICATION":
-        batch["return_loss"] = True  # type: ignore[assignment]
-    return batch
-
-
-def _images(config: Any, *, video: bool) -> torch.Tensor:
-    vision = getattr(config, "vision_config", config)
-    side = getattr(vision, "image_size", None) or SIDE
-    sides = tuple(side) if isinstance(side, list | tuple) else (side, side)
-    channels = getattr(vision, "num_channels", 3)
-    frames = (getattr(config, "num_frames", FRAMES),) if video else ()
-    return torch.randn(BATCH, *frames, channels, *sides)
-
-
-def _features(config: Any, task: str) -> torch.Tensor:
-    audio = getattr(config, "audio_config", getattr(config, "encoder_config", config))
-    bins = next((n for name in ("num_mel_bins", "input_feat_per_channel") if (n := getattr(audio, name, None))), 16)
-    positions = getattr(audio, "max_source_positions", 64)
-    if "whisper" in type(config).__name__.lower() or hasattr(audio, "max_source_positions"):
-        return torch.randn(BATCH, bins, 2 * positions)
-    return torch.randn(BATCH, 64, bins)
-
-
-def _labels(config: Any, task: str, tokens: torch.Tensor) -> torch.Tensor:
-    if task in ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION"):
-        return torch.randint(0, config.num_labels, (BATCH,))
-    if task == "SEMANTIC_SEGMENTATION":
-        return torch.randint(0, config.num_labels, (BATCH, SIDE, SIDE))
-    if task == "DEPTH_ESTIMATION":
-        return torch.rand(BATCH, SIDE, SIDE)
-    if task == "CTC":
-        return torch.randint(1, 8, (BATCH, 6))
-    return tokens.clone()
+    return torch.randint(_LEAST_TOKEN, vocabulary, given.shape)

@@ -7,6 +7,7 @@ from memfit.cli.commands.compare import Compare
 from memfit.cli.commands.curve import Curve
 from memfit.cli.commands.devices import Devices
 from memfit.cli.commands.env import Env
+from memfit.cli.commands.estimate import Estimate
 from memfit.cli.commands.explain import Explain
 from memfit.cli.commands.plan import Plan
 from memfit.cli.commands.report import Report
@@ -18,6 +19,7 @@ from memfit.cli.commands.version import Version
 CLASSES: dict[str, type[Any]] = {
     "plan": Plan,
     "explain": Explain,
+    "estimate": Estimate,
     "curve": Curve,
     "search": Search,
     "compare": Compare,
