@@ -105,7 +105,8 @@ def trace(
     others is made from theirs (Note [Repeated blocks]): the same trace, sooner. `replicate=False` runs all of them.
     """
     device = _target(target).device
-    with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
+    threads = device.threads if device.type == "cpu" else None
+    with LOCK, no_garbage_collection(), same_random_state(), neutral_modes(), torch_threads(threads):
         if not isinstance(step, Step):
             if isinstance(step, nn.Module):
                 raise InputError("trace takes a step, not a model: memfit.trace(memfit.Step(model, batch), target=...)")
@@ -129,10 +130,12 @@ def trace(
         snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
         replicate = replicate and may_have_row(model)
+        passed_blocks = False  # whether the last pass has left blocks of a row out, so that an error may be due to that
 
         def captured(
             gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws, replicated: bool
         ) -> _Capture:
+            nonlocal passed_blocks
             capture = _Capture(
                 step,
                 model,
@@ -148,6 +151,7 @@ def trace(
             try:
                 capture.run()
             finally:
+                passed_blocks = capture.row_capture is not None and capture.row_capture.passed
                 leftovers.extend(capture.leftovers)
                 snapshot.restore()
             return capture
@@ -161,11 +165,13 @@ def trace(
         def capture_with(draws: RandomDraws) -> Trace:
             nonlocal replicate
             if replicate:
-                # Whatever goes wrong does so without replication too, or is replication's fault.
-                with contextlib.suppress(Exception):
+                try:
                     found = capture_once(draws, True)
                     if not draws.read:
                         return found
+                except Exception as error:
+                    if not isinstance(error, NotRepeated) and not passed_blocks:
+                        raise  # an error of the step, before anything of it was left out
                 replicate = False
                 draws.read.clear()
             return capture_once(draws, False)
@@ -310,7 +316,6 @@ class _Capture:
         (`self.initialized = True`), is run a second time, which finds them: that is what all later steps do.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(no_garbage_collection())
             stack.enter_context(same_attributes(self.companions.all))
             if not self.mesh:
                 stack.enter_context(on_meta(self.model, self.meta_tensors))
@@ -330,9 +335,16 @@ class _Capture:
                     before.close()
                     unsettled = self.parallel is not None and self.parallel.rebuilt
             self.recorder.table.close()
+            self._drop_made_state(made)
             with DisableTorchFunction():
                 left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
                 self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
+
+    def _drop_made_state(self, made: torch.optim.Optimizer | None) -> None:
+        """Free the state of an optimizer that was made for the capture, which may be in a cycle with its optimizer."""
+        for optimizer in optimizers_by_key((), made).values():
+            for parameter in [each for each in optimizer.state if id(each) in self.parameters]:
+                del optimizer.state[parameter]
 
     def _pass(
         self, step: Step, made: torch.optim.Optimizer | None, before: StorageTable | None
