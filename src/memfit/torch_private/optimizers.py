@@ -17,9 +17,10 @@ def init_adam_state(optimizer: torch.optim.Optimizer, made: Callable[[torch.Tens
     """Give an Adam or AdamW the state that its first step leaves, values aside; return False for any other optimizer.
 
     `_init_group` (torch/optim/adam.py) makes the state of a group's parameters, and the step counts it on. It is called
-    for one parameter of each group; the others get the like of it, and `made` is told of their tensors. Without it,
-    where its arguments are others, or where a hook of the user's (`_optimizer_step_pre_hooks`,
-    torch/optim/optimizer.py) comes before the step, the caller runs the step itself.
+    for one parameter of each group; the others get the like of it, and `made` is told of their tensors. Counters that
+    are on the device, as fused steps have them, are torch's to make. Without `_init_group`, where its arguments are
+    others, or where a hook of the user's (`_optimizer_step_pre_hooks`, torch/optim/optimizer.py) comes before the step,
+    the caller runs the step itself.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or "step" in vars(optimizer):
         return False
@@ -30,10 +31,11 @@ def init_adam_state(optimizer: torch.optim.Optimizer, made: Callable[[torch.Tens
     with torch.no_grad():
         for group in optimizer.param_groups:
             first: torch.Tensor | None = None
+            alike = not group["fused"] and not group["capturable"]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if first is None or not _add_like(optimizer, first, parameter, made):
+                if first is None or not alike or not _add_like(optimizer, first, parameter, made):
                     init_group({**group, "params": [parameter]}, [], [], [], [], [], [])
                     first = parameter
     with DisableTorchFunction(), disable_current_modes():
