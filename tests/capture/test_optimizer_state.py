@@ -7,12 +7,13 @@ import copy
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import memfit
-from memfit.capture import BEFORE_STEP, Category, Step, check_trace
+from memfit.capture import BEFORE_STEP, Category, Step, check_trace, optimizers
 from memfit.memory import Timeline, measured
 from tests.capture import optimizer_cases as cases
 from tests.devices import without_workspaces
@@ -242,3 +243,34 @@ def test_optimizers_of_torch_with_every_flag(name: str) -> None:
     assert len(found) > 5
     for options in found:
         assert_state_like_real(name, options)
+
+
+@pytest.mark.parametrize(
+    ("target", "flags"),
+    [
+        *itertools.product(TARGETS, ({}, {"foreach": False}, {"fused": True}, {"amsgrad": True})),
+        (GPU, {"capturable": True}),
+    ],
+)
+def test_state_of_adam_made_without_a_step_is_that_of_one(
+    target: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": others}], **flags)
+
+    traces = []
+    for init_adam_state in (optimizers.init_adam_state, lambda *_: False):
+        monkeypatch.setattr(optimizers, "init_adam_state", init_adam_state)
+        traces.append(msgspec.msgpack.encode(traced(a_step(build(), make), target)))
+    assert traces[0] == traces[1]
+
+
+def test_a_hook_before_the_first_step_of_adam_is_called_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.register_step_pre_hook(lambda *_: print("called"))
+        return optimizer
+
+    memfit.trace(a_step(build(), make), target=GPU)
+    assert capsys.readouterr().out.count("called") == 2  # once for the state, once for the step

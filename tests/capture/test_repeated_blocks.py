@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step, trace
+from memfit.errors import MemfitError
 
 BLOCKS = 9
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -243,3 +244,38 @@ def test_what_depends_on_single_blocks_is_captured_in_full(name: str, ran: list[
     full, replicated = both(RUN[name](), "h100-sxm", ran)
     assert replicated == full
     assert ran[0] >= BLOCKS - 1
+
+
+@pytest.mark.parametrize("where", ["embed", "blocks.1", "blocks.8"])
+def test_a_step_that_fails_before_a_block_was_left_out_runs_once(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        print("failed")
+        raise ValueError("of the user")
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        forward = model.get_submodule(where).forward
+        model.get_submodule(where).forward = fail
+        try:
+            model(batch).sum().backward()
+        finally:
+            model.get_submodule(where).forward = forward
+
+    with pytest.raises(MemfitError, match="of the user"):
+        trace(Step(Model(), torch.ones(2, 4), optimizer=SGD, run=run), target="h100-sxm")
+    assert capsys.readouterr().out.count("failed") == (2 if where == "blocks.8" else 1)
+
+
+def test_models_are_built_without_initial_values_on_meta_alone() -> None:
+    kept: list[torch.Tensor] = []
+
+    def build() -> nn.Module:
+        with torch.device("cpu"):
+            kept.append(nn.init.constant_(torch.empty(2), 3.0))
+        return Model()
+
+    before = nn.init.kaiming_uniform_
+    trace(Step(build, torch.ones(2, 4), loss=lambda output, _: output.sum()), target="h100-sxm")
+    assert kept[0].tolist() == [3.0, 3.0] and nn.init.kaiming_uniform_ is before
+    assert nn.Linear(4, 4).weight.abs().sum() > 0

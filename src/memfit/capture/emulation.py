@@ -90,7 +90,7 @@ class Emulation(TorchFunctionMode):
         if getter is not None:
             return getter(args[0])
         name = func.__name__
-        if name == "__get__":
+        if name == "__get__" or (name == "item" and self.recorder.is_host_number(args[0])):
             return func(*args, **kwargs)
         if self._inexact and (note := note_on(self._inexact, name, args)) is not None:
             self.recorder.notes.add(note)

@@ -199,6 +199,34 @@ def _cuda_rng_state(several: bool) -> Callable[..., Any]:
     return state
 
 
+_INITIALIZERS = ("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_")
+_MATRIX_INITIALIZERS = ("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
+
+
+@contextlib.contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Let `torch.nn.init` leave meta tensors as they are, which have no values: it takes most of a model's building."""
+
+    def skip_meta(least_dims: int) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
+        def wrap(initialize: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def initialize_unless_meta(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+                plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                if plain and tensor.is_meta and tensor.dim() >= least_dims:
+                    return tensor
+                return initialize(tensor, *args, **kwargs)
+
+            return initialize_unless_meta
+
+        return wrap
+
+    with contextlib.ExitStack() as stack:
+        for name in _INITIALIZERS:
+            stack.enter_context(patched(torch.nn.init, name, skip_meta(0)))
+        for name in _MATRIX_INITIALIZERS:
+            stack.enter_context(patched(torch.nn.init, name, skip_meta(2)))
+        yield
+
+
 _COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)
 _DEPTH = 8
 

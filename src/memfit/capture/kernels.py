@@ -113,7 +113,7 @@ class ResultGeometry:
         """Return the geometry of a tensor."""
         storage_bytes, stride = tensor.untyped_storage().nbytes(), tensor.stride()
         fills = storage_bytes == tensor.numel() * tensor.element_size()
-        dense = fills and torch.empty_like(tensor, device=_META).stride() == stride
+        dense = fills and (tensor.is_contiguous() or torch.empty_like(tensor, device=_META).stride() == stride)
         return cls(tuple(tensor.size()), stride, int(tensor.storage_offset()), tensor.dtype, storage_bytes, dense)
 
     def empty(self) -> torch.Tensor:

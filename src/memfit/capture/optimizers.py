@@ -3,8 +3,9 @@
 Torch's optimizers do their step one tensor after another, all tensors in lists (foreach), or in one kernel (fused).
 
 Note [Steady state]: the recorded step is one like every step but the first, so the optimizer's state must exist before
-it begins. An optimizer without state runs once while recording is paused; what that leaves behind is the state. A
-tensor that the step puts into the state outside of `Optimizer.step` (sharpness-aware minimization keeps the old
+it begins. An optimizer without state runs once while recording is paused; what that leaves behind is the state. Of
+torch's Adam and AdamW only the part that makes the state of a parameter runs: with a thousand of them a step takes
+long. A tensor that the step puts into the state outside of `Optimizer.step` (sharpness-aware minimization keeps the old
 weights so) is only seen at the end: then the step is captured again, and begins with it.
 """
 
@@ -26,6 +27,7 @@ from memfit.capture.storages import HOST
 from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, Category
 from memfit.errors import InputError
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.optimizers import init_adam_state
 from memfit.torch_private.storages import storage_key
 
 Implementation = Literal["single", "foreach", "fused"]
@@ -164,7 +166,8 @@ class OptimizerStates:
         with DisableTorchFunction(), disable_current_modes():
             before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
         with recorder.table.pause(Category.OPTIMIZER_STATE):
-            optimizer.step(*args[1:], **kwargs)
+            if args[1:] or kwargs or not init_adam_state(optimizer, self._made_while_paused):
+                optimizer.step(*args[1:], **kwargs)
             with DisableTorchFunction(), disable_current_modes():
                 for parameter, gradient, data in before:
                     if parameter.grad is not gradient:
@@ -174,6 +177,11 @@ class OptimizerStates:
         self._making_state = False
         recorder.phase = phase
         recorder.in_optimizer = True
+
+    def _made_while_paused(self, tensor: torch.Tensor) -> None:
+        """Register a tensor of the state; counters are in host memory, which is a CPU's own."""
+        on_device = tensor.is_meta or self._recorder.device_type == "cpu"
+        self._recorder.table.made(tensor.untyped_storage(), BEFORE_STEP, on_device=on_device)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Number the optimizer's state; 'step' counters of most optimizers are in host memory.

@@ -178,6 +178,8 @@ class Recorder(DispatchMode):
             if self.parallel.used_maps and self.parallel.is_of_used_map(args):
                 return self.parallel.run_on_used_map(func, args)
         with DisableTorchFunction():
+            if func is _aten._local_scalar_dense.default and self.is_host_number(args[0]):
+                return func(*args, **kwargs)
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):
                     func = _aten.add_.Tensor
@@ -372,6 +374,17 @@ class Recorder(DispatchMode):
             and self.forced_device is None
             and kwargs.get("dtype") in (None, tensor.dtype)
             and self.table.on_device(tensor)
+        )
+
+    def is_host_number(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in host memory and its values follow from nothing: to read it leaves no record."""
+        table = self.table
+        return (
+            self.device_type != "cpu"
+            and not table.origins
+            and type(tensor) is torch.Tensor
+            and self.executor.has_value(tensor)
+            and table.known.get(storage_key(tensor)) == HOST
         )
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:

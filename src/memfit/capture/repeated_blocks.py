@@ -153,6 +153,8 @@ class RowCapture:
         self.problem = ""
         """Why the step must be captured in full; empty while it need not."""
         self.passes = 0
+        self.passed = False
+        """Whether a block was passed by."""
         self.stand_ins: dict[int, tuple[int, int]] = {}
         """Storages of gradients that were put where blocks did not run: the block, and the one it stands for."""
         count = len(row.blocks)
@@ -183,6 +185,7 @@ class RowCapture:
             self.problem = str(error)
             return run()
         if index in self._passed_by:
+            self.passed = True
             result = self._result_of(call, args, kwargs)
         else:
             with self._watched(index):

@@ -55,6 +55,7 @@ class ScaledTraces:
     captured: Mapping[int, Trace]
     _ops: tuple[tuple[int, _ChangingOp], ...] = field(repr=False)
     """The ops that change, by index."""
+    _tables: _Tables = field(repr=False)
     _storages: tuple[tuple[int, tuple[Storage, ...]], ...] = field(repr=False)
     """The storages that change, by number, as each capture has them."""
 
@@ -70,6 +71,7 @@ class ScaledTraces:
         fit = _Fit(sizes=tuple(self.captured), size=size, workspaces=_Workspaces(base))
         ops, storages = list(base.ops), list(base.storages)
         try:
+            fit.fill(self._tables)
             for index, op in self._ops:
                 ops[index] = fit.op(op)
             for index, storage in self._storages:
@@ -96,7 +98,7 @@ def fit_traces(captured: Mapping[int, Trace]) -> ScaledTraces | None:
     first = traces[0]
     if len(traces) < 2 or first.mesh or any(not _same(first, each) for each in traces[1:]):
         return None
-    ops = []
+    ops, tables = [], _Tables()
     for index, versions in enumerate(zip(*(each.ops for each in traces), strict=True)):
         if all(each == versions[0] for each in versions):
             continue
@@ -107,7 +109,7 @@ def fit_traces(captured: Mapping[int, Trace]) -> ScaledTraces | None:
             template = _Template.of([each.arguments for each in versions])
             if template is None:
                 return None
-        ops.append((index, _ChangingOp.of(versions, template)))
+        ops.append((index, _ChangingOp.of(versions, template, tables)))
     storages = []
     for index, stored in enumerate(zip(*(each.storages for each in traces), strict=True)):
         if all(each == stored[0] for each in stored):
@@ -115,7 +117,7 @@ def fit_traces(captured: Mapping[int, Trace]) -> ScaledTraces | None:
         if any(msgspec.structs.replace(each, bytes=stored[0].bytes) != stored[0] for each in stored):
             return None
         storages.append((index, stored))
-    return ScaledTraces(captured=ordered, _ops=tuple(ops), _storages=tuple(storages))
+    return ScaledTraces(captured=ordered, _ops=tuple(ops), _tables=tables, _storages=tuple(storages))
 
 
 def is_same_step(one: Trace, other: Trace) -> bool:
@@ -214,36 +216,79 @@ def _fill(value: Any, numbers: list[int | float]) -> Any:
     return value
 
 
+class _ChangingRef(NamedTuple):
+    """A tensor whose geometry changes: its storage and dtype, and places of shape, stride and offset in the tables."""
+
+    storage: int
+    dtype: str
+    shape: int
+    stride: int
+    offset: int
+
+
+class _Places(dict[Any, int]):
+    """Gives every key the next number when it is first asked for."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What changes, each once: numbers, tuples of them and tensors, as all captures have them. Equal layers share."""
+
+    numbers: _Places = field(default_factory=_Places)
+    tuples: _Places = field(default_factory=_Places)
+    refs: _Places = field(default_factory=_Places)
+
+    def place(self, refs: tuple[TensorRef, ...]) -> int:
+        """Return the place of a tensor, given as each capture has it."""
+        first = refs[0]
+        return self.refs[
+            _ChangingRef(
+                first.storage,
+                first.dtype,
+                self.tuples[tuple([each.shape for each in refs])],
+                self.tuples[tuple([each.stride for each in refs])],
+                self.numbers[tuple([each.offset for each in refs])],
+            )
+        ]
+
+
 class _ChangingOp(NamedTuple):
-    """An op with different numbers at different sizes: what is the same, and every number as each capture has it."""
+    """An op with different numbers at different sizes: what is the same, and the places of what is not."""
 
     first: Op
-    inputs: tuple[TensorRef | tuple[TensorRef, ...], ...]
-    outputs: tuple[TensorRef | tuple[TensorRef, ...], ...]
-    flops: tuple[int, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    workspaces: tuple[int, ...]
+    inputs: tuple[TensorRef | int, ...]
+    outputs: tuple[TensorRef | int, ...]
+    flops: int
+    reads: int
+    writes: int
+    workspaces: int
+    has_workspace: bool
     template: _Template | None
 
     @classmethod
-    def of(cls, versions: tuple[Op, ...], template: _Template | None) -> _ChangingOp:
+    def of(cls, versions: tuple[Op, ...], template: _Template | None, tables: _Tables) -> _ChangingOp:
+        numbers = tables.numbers
         return cls(
             first=versions[0],
-            inputs=_changing([each.inputs for each in versions]),
-            outputs=_changing([each.outputs for each in versions]),
-            flops=tuple(each.flops for each in versions),
-            reads=tuple(each.read_bytes for each in versions),
-            writes=tuple(each.written_bytes for each in versions),
-            workspaces=tuple(each.workspace_bytes for each in versions),
+            inputs=_changing([each.inputs for each in versions], tables),
+            outputs=_changing([each.outputs for each in versions], tables),
+            flops=numbers[tuple([each.flops for each in versions])],
+            reads=numbers[tuple([each.read_bytes for each in versions])],
+            writes=numbers[tuple([each.written_bytes for each in versions])],
+            workspaces=numbers[tuple([each.workspace_bytes for each in versions])],
+            has_workspace=any(each.workspace_bytes for each in versions),
             template=template,
         )
 
 
-def _changing(versions: Sequence[tuple[TensorRef, ...]]) -> tuple[TensorRef | tuple[TensorRef, ...], ...]:
-    """Return each tensor once where it is the same at all sizes, else as each capture has it."""
+def _changing(versions: Sequence[tuple[TensorRef, ...]], tables: _Tables) -> tuple[TensorRef | int, ...]:
+    """Return each tensor where it is the same at all sizes, else its place in the tables."""
     found = zip(*versions, strict=True)
-    return tuple(refs[0] if all(each == refs[0] for each in refs[1:]) else refs for refs in found)
+    return tuple([refs[0] if all(each == refs[0] for each in refs[1:]) else tables.place(refs) for refs in found])
 
 
 class _Workspaces:
@@ -274,6 +319,10 @@ def _meta(ref: TensorRef) -> torch.Tensor:
     return torch.empty_strided(ref.shape, ref.stride, dtype=getattr(torch, ref.dtype), device="meta")
 
 
+_later: Any = object()
+"""In the place of a number that was not asked for yet."""
+
+
 class _Fit:
     """The numbers of one size, each computed once."""
 
@@ -296,16 +345,41 @@ class _Fit:
 
         self.number, self._numbers = number, numbers
 
+    def fill(self, tables: _Tables) -> None:
+        """Compute everything in the tables."""
+        self._filled: list[Any] = [_later] * len(tables.numbers)
+        number = self.number
+        self._of_numbers = list(tables.numbers)
+        tuples = list(map(self._numbers, tables.tuples))
+        self._refs = [
+            TensorRef(
+                storage=ref.storage,
+                shape=tuples[ref.shape],
+                stride=tuples[ref.stride],
+                offset=number(self._of_numbers[ref.offset]),
+                dtype=ref.dtype,
+            )
+            for ref in tables.refs
+        ]
+
+    def _number_at(self, place: int) -> int:
+        """Return a number of the tables; a workspace may be no polynomial, and is not asked for."""
+        found = self._filled[place]
+        if found is _later:
+            found = self._filled[place] = self.number(self._of_numbers[place])
+        return found
+
     def op(self, op: _ChangingOp) -> Op:
-        first, number = op.first, self.number
-        ruled = any(op.workspaces) and self._workspaces.knows(first)
+        """Return an op at this size, once the tables are filled."""
+        first, refs, number = op.first, self._refs, self._number_at
+        ruled = op.has_workspace and self._workspaces.knows(first)
         scaled = Op(
             name=first.name,
             phase=first.phase,
             call=first.call,
-            inputs=tuple(each if isinstance(each, TensorRef) else self._ref(each) for each in op.inputs),
-            outputs=tuple(each if isinstance(each, TensorRef) else self._ref(each) for each in op.outputs),
-            arguments=first.arguments if op.template is None else op.template.fill(number),
+            inputs=tuple([refs[each] if isinstance(each, int) else each for each in op.inputs]),
+            outputs=tuple([refs[each] if isinstance(each, int) else each for each in op.outputs]),
+            arguments=first.arguments if op.template is None else op.template.fill(self.number),
             flops=number(op.flops),
             read_bytes=number(op.reads),
             written_bytes=number(op.writes),
@@ -319,16 +393,6 @@ class _Fit:
             source=first.source,
         )
         return msgspec.structs.replace(scaled, workspace_bytes=self._workspaces.of(scaled)) if ruled else scaled
-
-    def _ref(self, refs: tuple[TensorRef, ...]) -> TensorRef:
-        first = refs[0]
-        return TensorRef(
-            storage=first.storage,
-            shape=self._numbers(tuple([each.shape for each in refs])),
-            stride=self._numbers(tuple([each.stride for each in refs])),
-            offset=self.number(tuple([each.offset for each in refs])),
-            dtype=first.dtype,
-        )
 
     def model_call(self, versions: tuple[ModelCall, ...]) -> ModelCall:
         first = versions[0]

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from memfit.capture.environment import without_initial_values
 from memfit.capture.step_checks import (
     NO_GRADIENT,
     check_batch,
@@ -109,7 +110,7 @@ class Step:
         if isinstance(self.model, nn.Module):
             return self.model
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), without_initial_values():
                 model = self.model(**arguments)
         except MemfitError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
 _LOWERINGS = 6
-_QUICK_LOWERINGS = 3
 _HALVINGS = 3
 _STEP = 100
 """A budget is lowered by at least one part of this many."""
@@ -43,21 +43,25 @@ def with_room(
     watch: Callable[[Incumbent], None] | None = None,
     *,
     expandable: bool = False,
-    thorough: bool = True,
+    most_ms: float = math.inf,
 ) -> tuple[Solved, Reservation | None]:
     """Return a plan, for this budget or a lower one, that the allocator has room for, and its reservation.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried. Between a budget that
     has room and one that has none, some more are tried: a plan with more budget is faster.
-    Where none will do it is the plan with the most room, and of those alike the one with the most budget. Not
-    `thorough`, few budgets are tried, the first that has room is enough, and without one it is the plan that was given.
+    Where none will do it is the plan with the most room, and of those alike the one with the most budget. A plan that
+    adds `most_ms` or more is of no use: where none with room adds less, the reservation is None.
     """
     usable = problem.target.usable_bytes
     tried: list[_Tried] = []
+    slow: list[int] = []
 
     def able(found: Solved) -> bool:
         if found.replay is None:
             return False
+        if found.bound_ms >= most_ms:  # and so is every plan with less budget: whether it has room does not matter
+            slow.append(found.budget_bytes)
+            return True
         enough, wanted_bytes = find_room(problem.target, found.replay, expandable=expandable)
         tried.append(_Tried(solved=found, replay=found.replay, enough=enough, wanted_bytes=wanted_bytes))
         return enough is not None
@@ -65,7 +69,7 @@ def with_room(
     if solved.replay is None:
         return solved, None
     if not able(solved):
-        for _ in range(_LOWERINGS if thorough else _QUICK_LOWERINGS):
+        for _ in range(_LOWERINGS):
             lowest = tried[-1]
             budget_bytes = lowest.least_budget(usable) - max(lowest.wanted_bytes - usable, usable // _STEP)
             if budget_bytes <= 0:
@@ -73,23 +77,26 @@ def with_room(
             found = solve(problem, budget_bytes, start=lowest.solved.choice, watch=watch)
             if found.replay is None or able(found):
                 break
-        if thorough:
-            _between(problem, usable, tried, able)
+        _between(problem, usable, tried, able, max(slow, default=None))
     fitting = [each for each in tried if each.enough is not None]
     if fitting:
         most = max(fitting, key=lambda each: each.solved.budget_bytes)
         return most.solved, most.enough
-    judged = [
-        (judge_room(problem.target, each.replay, expandable=expandable), each.solved)
-        for each in (tried if thorough else tried[:1])
-    ]
+    if slow:
+        return solved, None
+    judged = [(judge_room(problem.target, each.replay, expandable=expandable), each.solved) for each in tried]
     best, found = min(judged, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
     return found, best
 
 
-def _between(problem: Problem, usable: int, tried: Sequence[_Tried], able: Callable[[Solved], bool]) -> None:
-    """Try some budgets between the highest that has room and the lowest that has none; first the smallest there is."""
-    low = max((each.solved.budget_bytes for each in tried if each.enough is not None), default=None)
+def _between(
+    problem: Problem, usable: int, tried: Sequence[_Tried], able: Callable[[Solved], bool], slow: int | None
+) -> None:
+    """Try some budgets between the highest that has room and the lowest that has none; first the smallest there is.
+
+    At the budget `slow`, if any, plans are too slow.
+    """
+    low = max((each.solved.budget_bytes for each in tried if each.enough is not None), default=slow)
     high = min(each.least_budget(usable) for each in tried if each.enough is None)
     if low is None:
         low = minimum_budget_bytes(problem)

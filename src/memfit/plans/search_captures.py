@@ -1,9 +1,9 @@
 """The traces of a search's values: a few are captured, those between follow from them (Note [Scaled traces]).
 
 A fit is made of as many captures as a polynomial takes, and every other capture in its range must agree with it. It
-gives traces inside its range only; a value outside is captured, and widens it. `confirm` captures what the search is
-about to answer, and one value more where no capture has checked the fit yet. Where that differs, nothing that the fit
-gave is believed.
+gives traces inside its range only; a value outside is captured, and widens it. Where no capture has checked the fit,
+`confirm` captures one of the values that the search is about to answer. Where that differs, nothing that the fit gave
+is believed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ class SearchCaptures:
                 self.scaled[value] = found
         return self._really(value) if found is None else found
 
+    def knows(self, value: int) -> bool:
+        """Return whether the trace of a value is there, or follows from captures."""
+        if value in self.captured or value in self.scaled:
+            return True
+        return self._fit is not None and self._range[0] < value < self._range[1]
+
     def prepare(self, values: list[int]) -> None:
         """Capture what the traces of these values follow from: the ends; the second too where the first is special."""
         between = [values[len(values) // 2]] if self.degree > 1 else []
@@ -47,21 +53,20 @@ class SearchCaptures:
             self.at(values[1])
 
     def confirm(self, values: Iterable[int]) -> bool:
-        """Capture these values, and return whether they, and at least one, are what the fit gave."""
-        if not self.scaled:
+        """Capture one value that no capture was fitted to, the first of these if any, and compare it with the fit's.
+
+        Returns False where they differ. Nothing is captured where a capture has agreed with the fit before.
+        """
+        if not self.scaled or self._checked:
             return True
         asked = [value for value in values if value in self.scaled]
-        if not asked and not self._checked:
-            between = sorted(self.scaled)
-            asked = [between[len(between) // 2]]
-        for value in asked:
-            given = self.scaled.pop(value)
-            self.captured[value] = self.capture(value)
-            if not is_same_step(given, self.captured[value]):
-                self.scaled[value] = given
-                return False
-            self._checked = True
-        return True
+        between = sorted(self.scaled)
+        value = asked[0] if asked else between[len(between) // 2]
+        self.captured[value] = self.capture(value)
+        self._checked = is_same_step(self.scaled[value], self.captured[value])
+        if self._checked:
+            del self.scaled[value]
+        return self._checked
 
     def give_up(self) -> list[int]:
         """Forget what was not captured and capture every value from now on; returns the values that were scaled."""

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from memfit.plans.mesh_result import MeshSearch
 
 Over = Literal["batch", "seq", "ranks"]
-PointStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
+PointStatus = Literal["optimal", "feasible", "infeasible", "unknown", "slower"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPoint:
     """The fastest plan for one value. What a plan has is None where no plan fits; `unknown` ran out of time.
+
+    Of many given values those that cannot be the best have no plan: they are `slower`, take `least_step_ms` or more and
+    reach `most_per_s` or less. One that fits as it is has its times, and no `peak_reserved_bytes`.
 
     `throughput_per_s` counts samples or tokens of all ranks together. `baseline_peak_bytes` is the peak without a plan,
     `minimum_budget_bytes` the smallest budget that works, None when it was not found in time, or among many given
@@ -42,12 +45,14 @@ class SearchPoint:
     throughput_per_s: float | None = None
     baseline_peak_bytes: int
     minimum_budget_bytes: int | None = None
+    least_step_ms: float | None = None
+    most_per_s: float | None = None
     ranks: int
 
     @property
     def fits(self) -> bool:
         """Whether a plan stays within the budget."""
-        return self.peak_bytes is not None
+        return self.peak_bytes is not None or self.status == "slower"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +98,7 @@ class Search(PrintedDocument):
     @property
     def largest_without_care(self) -> SearchPoint | None:
         """The largest value for whose plan the caching allocator has room, of those that were tried."""
-        return next((point for point in reversed(self.points) if point.fits and not point.with_care), None)
+        return next((point for point in reversed(self.points) if point.peak_bytes and not point.with_care), None)
 
     @property
     def smallest(self) -> SearchPoint | None:

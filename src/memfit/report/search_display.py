@@ -140,7 +140,9 @@ def _picture(search: Search) -> Text | None:
         return None
     marks = []
     for point in search.points:
-        if point.value not in rates:
+        if point.status == "slower":
+            marks.append(Mark(x=point.value, y=point.most_per_s or 0.0, sign="▽"))
+        elif point.value not in rates:
             marks.append(Mark(x=point.value, y=0.0, sign="x", style="red"))
         elif point.with_care:
             marks.append(Mark(x=point.value, y=rates[point.value], sign="!", style="yellow"))
@@ -150,9 +152,10 @@ def _picture(search: Search) -> Text | None:
     if search.best is not None:
         marks[-1] = replace(marks[-1], style="bold green")
     each = " a rank" if search.over == "ranks" else ""
+    slower = "▽ at most, " if any(point.status == "slower" for point in search.points) else ""
     return draw_marks(
         marks,
-        title=f"{search.counts}/s{each} over {search.over}: ● nothing recomputed, ○ recomputing, x no plan",
+        title=f"{search.counts}/s{each} over {search.over}: ● nothing recomputed, ○ recomputing, {slower}x no plan",
         top=display_rate(max(rates.values())),
         left=str(search.points[0].value),
         right=str(search.points[-1].value),
@@ -162,6 +165,9 @@ def _picture(search: Search) -> Text | None:
 def _cells(point: SearchPoint) -> list[str]:
     least = "" if point.minimum_budget_bytes is None else display_budget(point.minimum_budget_bytes)
     baseline = display_bytes(point.baseline_peak_bytes)
+    if point.least_step_ms is not None and point.most_per_s is not None:
+        step, rate = f">= {display_ms(point.least_step_ms)}", f"<= {display_rate(point.most_per_s)}"
+        return [str(point.value), step, "", rate, "", baseline, least]
     if point.step_ms is None or point.peak_bytes is None:
         why = "no time" if point.status == "unknown" else "no plan"
         return [str(point.value), why, "", "", "", baseline, least]
@@ -175,6 +181,8 @@ def _legend(search: Search) -> str:
     lines = f"{search.counts}/s: predicted{ranks}; least budget: the smallest that any plan works with"
     if 0 < search.captured < len(search.points) and search.over != "ranks":
         lines += f"; {counted(search.captured, 'value')} captured, the traces of the others follow from theirs"
+    if any(point.status == "slower" for point in search.points):
+        lines += "; >=, <=: bounds of values that cannot be the best and got no plan"
     if any(point.gap for point in search.points):
         most = max(point.gap or 0.0 for point in search.points)
         lines += f"; recomputing may be up to {most:.1%} above the least where a plan is not proven to be the fastest"

@@ -140,6 +140,10 @@ class Search:
             say(f"{self.over} {point.value} once more, no plan is faster{step} ({seconds})")
             return
         told.add(point.value)
+        if point.least_step_ms is not None:
+            at_least = display_ms(point.least_step_ms)
+            say(f"{self.over} {point.value}: at least {at_least} a step, not the best ({seconds})")
+            return
         if point.step_ms is None or point.peak_bytes is None:
             least = point.minimum_budget_bytes
             needs = "" if least is None else f", which needs {display_bytes(least)}"

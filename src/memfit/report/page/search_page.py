@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.files import write_whole
-from memfit.plans import DeviceSearch, Search
+from memfit.plans import DeviceSearch, Search, SearchPoint
 from memfit.report.device_search_display import device_headline, display_usd
 from memfit.report.frontier_plot import across
 from memfit.report.page.writing import load_asset, page_policy
@@ -107,9 +107,7 @@ def _of_values(search: Search) -> list[tuple[str, str]]:
     rows = [
         [
             str(p.value),
-            "no plan" if p.step_ms is None else display_ms(p.step_ms),
-            display_ms(p.recompute_ms) if p.recompute_ms else "",
-            "" if p.throughput_per_s is None else display_rate(search.rate(p)),
+            *_times(search, p),
             _bytes(p.peak_bytes),
             _bytes(p.peak_reserved_bytes) + (" !" if p.with_care else ""),
             _bytes(p.baseline_peak_bytes),
@@ -119,6 +117,17 @@ def _of_values(search: Search) -> list[tuple[str, str]]:
     ]
     kinds = ["best" if p is search.best else "" if p.fits else "out" for p in search.points]
     return [*sections, ("Every value that was tried", _table(names, rows, kinds))]
+
+
+def _times(search: Search, point: SearchPoint) -> list[str]:
+    """Return the step, what recomputing takes of it, and the throughput; bounds where a value got no plan."""
+    if point.least_step_ms is not None and point.most_per_s is not None:
+        return [f"≥ {display_ms(point.least_step_ms)}", "", f"≤ {display_rate(point.most_per_s)}"]
+    return [
+        "no plan" if point.step_ms is None else display_ms(point.step_ms),
+        display_ms(point.recompute_ms) if point.recompute_ms else "",
+        "" if point.throughput_per_s is None else display_rate(search.rate(point)),
+    ]
 
 
 def _of_devices(search: DeviceSearch) -> list[tuple[str, str]]:
