@@ -43,7 +43,7 @@ _COPY_BYTES = 128 << 20
 _COPIES = 9
 _TELLING_MS = 5.0
 _FEWEST_HALF = 6
-_LONG_RUN_RANGE = (0.3, 1.1)
+_LONG_RUN_RANGE = (0.5, 1.1)
 STEP_REPEATS = 13
 """How often a whole step is run for its median."""
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
