@@ -51,7 +51,8 @@ def _add_like(
     """Give a parameter the state that another one of its group has; return False where it is not of the same kind."""
     with DisableTorchFunction(), disable_current_modes():
         for each in (first, parameter):
-            if not each.is_meta or not each.is_contiguous() or each.dtype != first.dtype or each.grad.is_sparse:  # type: ignore[union-attr]
+            plain = type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_meta and each.is_contiguous()
+            if not plain or each.dtype != first.dtype or each.grad.is_sparse:  # type: ignore[union-attr]
                 return False
         entries: dict[str, torch.Tensor] = {}
         for name, tensor in optimizer.state[first].items():
