@@ -201,8 +201,8 @@ DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (put("checkpoint/0/recompute_ms", 40.0), "inconsistent: predicted.recompute_ms is .* adds up to 40"),
     (put("checkpoint/0/end", 10**6), "inconsistent: unit 'layers.0' is ops 0 up to 1000000 of a step of"),
     (
-        put("target/device", "h100-sxm"),
-        "inconsistent: target.device is 'h100-sxm', and the step was",
+        put("target/device", "l4"),
+        "inconsistent: target.device is 'l4', and the step was",
     ),
     (put("checkpoint/0/unit", "layers.9"), "inconsistent: unit 'layers.9' is a call of the module 'layers.0'"),
     (checkpoint_twice, "inconsistent: unit 'layers.0' is checkpointed twice"),
