@@ -96,7 +96,7 @@ def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]
 
 
 def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
-    if not entry.is_loss and entry.unit.partition("#")[0] != entry.module:
+    if not entry.is_loss and entry.unit != entry.module and not entry.unit.startswith(f"{entry.module}#"):
         yield f"unit {entry.unit!r} is a call of the module {entry.module!r}"
     if not entry.begin < entry.end <= ops:
         yield f"unit {entry.unit!r} is ops {entry.begin} up to {entry.end} of a step of {ops}"
