@@ -12,9 +12,10 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
-from memfit.capture import Trace
+from memfit.capture import Trace, call_of
 from memfit.cost import Benchmark, Roofline, Runtime, cost_model
 from memfit.cost.benchmark import op_key
+from memfit.cost.host import Size, routed_step
 from memfit.cost.timing import OpTimer, TimeCache, cold_fractions
 from memfit.errors import InputError, MissingFeatureError
 
@@ -90,6 +91,17 @@ def test_an_op_that_cannot_be_run_has_the_rooflines_time_and_is_named(captured: 
     index = next(i for i, op in enumerate(trace.ops) if op.name == "aten.gone_by_now.default")
     assert "aten.gone_by_now.default" in benchmark.skipped
     assert kernel_ms[index] == Roofline().kernel_ms(trace.ops, trace.hardware)[index]
+
+
+def test_products_of_groups_are_timed_with_rows_in_every_group() -> None:
+    size = Size(batch=1, length=16, width=32, layers=1)
+    products = [op for op in memfit.trace(routed_step(size), target="cpu").ops if "_grouped_mm" in op.name]
+    assert {tuple(len(ref.shape) for ref in op.inputs[:2]) for op in products} == {(2, 3), (2, 2)}
+    for op in products:
+        tensors = [OpTimer("cpu")._tensor(op, place, ref) for place, ref in enumerate(op.inputs)]
+        assert tensors[2].tolist() == [8, 16, 24, 32]  # two experts of four for each of 16 tokens
+        function, args, kwargs = call_of(op, tensors)
+        assert (function(*args, **kwargs) > 0).all()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

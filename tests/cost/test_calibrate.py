@@ -17,9 +17,9 @@ from memfit.cli import main
 from memfit.cost import CollectiveModel, Roofline, calibrate, calibration, fit_link
 from memfit.cost.calibration import Sample, fit_family
 from memfit.cost.disk import measure_disk
-from memfit.cost.host import Size, image_step, language_step
+from memfit.cost.host import Size, image_step, language_step, reference_steps
 from memfit.cost.rank_calibration import take_turns
-from memfit.cost.roofline import Float32Precision, kernel_ms
+from memfit.cost.roofline import Float32Precision, dtype_of, kernel_ms
 from memfit.errors import InputError
 from memfit.hardware import CollectiveRate, Family, FamilyEfficiency, Link, Target, load_device
 
@@ -68,6 +68,15 @@ def test_a_gpus_own_roofline_comes_back_from_its_times() -> None:
     ratios = [kernel_ms(op, again, Float32Precision()) / ms for op, ms in measured if ms]
     assert 0.9 < np.median(ratios) < 1.1
     assert min(ratios) > 0.5 and max(ratios) < 2
+
+
+def test_indexing_of_16_bit_numbers_is_fitted_by_itself() -> None:
+    steps = [step for label, step in reference_steps() if "experts in bfloat16" in label]
+    captured = [op for step in steps for op in trace(step, target="cpu").ops if not op.view]
+    device = load_device("cpu")
+    slow = [(op, 7.0 if dtype_of(op) == "bfloat16" else 1.0) for op in captured]
+    found = {each.family: each for each in calibration.fitted_half(slow, device)}
+    assert found[Family.INDEXING].overhead_ms == pytest.approx(7.0, rel=0.2)
 
 
 @pytest.fixture

@@ -125,6 +125,9 @@ SIZES = (
 )
 
 
+_EXPERTS, _CHOSEN = 4, 2
+
+
 class Block(nn.Module):
     """A transformer block; `plain` spells attention and norm out, as many models do."""
 
@@ -186,6 +189,43 @@ class Language(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+class Experts(nn.Module):
+    """A mixture of experts: tokens are sorted by expert, multiplied in groups, and put back in their order."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.width, _EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(_EXPERTS, size.width, 6 * size.width) / size.width**0.5)
+        self.down = nn.Parameter(torch.randn(_EXPERTS, 3 * size.width, size.width) / size.width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(_CHOSEN, dim=-1)
+        expert, order = chosen.flatten().sort()
+        ends = torch.histc(expert.float(), bins=_EXPERTS, min=0, max=_EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(x[order // _CHOSEN], self.up, offs=ends).chunk(2, dim=-1)
+        mixed = F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+        mixed = mixed * weights.flatten()[order].to(x.dtype).unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel())
+        return x + mixed[back].view(len(x), _CHOSEN, -1).sum(1)
+
+
+class Routed(nn.Module):
+    """Embedding, mixtures of experts, head and cross entropy."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Experts(size) for _ in range(size.layers))
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens.flatten())
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float(), tokens.flatten())
+
+
 class Image(nn.Module):
     """Convolutions with the usual norms and activations."""
 
@@ -234,6 +274,12 @@ def language_step(
     )
 
 
+def routed_step(size: Size, dtype: torch.dtype = torch.float32) -> Step:
+    """The step of a mixture of experts with AdamW."""
+    tokens = torch.randint(0, size.vocabulary, (size.batch, size.length))
+    return Step(Routed(size).to(dtype), tokens, optimizer=partial(torch.optim.AdamW, lr=1e-4))
+
+
 def image_step(width: int, side: int) -> Step:
     """A convolutional network's step with SGD."""
     batch = (torch.randn(4, 3, side, side), torch.randint(0, 10, (4,)))
@@ -257,6 +303,9 @@ def reference_steps() -> Iterator[tuple[str, Step]]:
     for size, plain in product(SIZES[1:4], (False, True)):
         name = f"{size.batch} x {size.length} x {size.width}"
         yield f"language model in bf16, {name}", language_step(size, plain=plain, dtype=torch.bfloat16)
+    for size, dtype in product(SIZES[1:4], (torch.float32, torch.bfloat16)):
+        name = f"{size.batch} x {size.length} x {size.width}"
+        yield f"experts in {str(dtype).removeprefix('torch.')}, {name}", routed_step(size, dtype)
     for width, side in ((16, 16), (32, 32), (64, 32)):
         yield f"images, {width} x {side}", image_step(width, side)
     for width, length in ((32, 16), (128, 64)):

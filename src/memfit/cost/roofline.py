@@ -327,6 +327,18 @@ def index_bound(op: Op, place: int) -> int:
     return 1
 
 
+def index_ends(op: Op, place: int) -> tuple[int, int] | None:
+    """The first and the last number of an input that says where groups of rows end, None for any other input."""
+    packet, shapes = op.name.split(".")[1], [ref.shape for ref in op.inputs]
+    if packet == "_grouped_mm" and place == 2:
+        first, second = shapes[:2]
+        rows = first[0] if len(second) == 3 else first[-1] if len(first) == 2 else second[1]
+        return rows // shapes[2][0], rows
+    if packet == "_varlen_attn" and place in (3, 4):
+        return 0, shapes[min(place - 3, 1)][0]
+    return None
+
+
 # -- Which family of kernels an op belongs to, and the size of a matrix product ---------------------------------------
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from memfit.capture import Op, TensorRef, Trace, call_of, real_tensor
-from memfit.cost.roofline import index_bound, item_bytes_of
+from memfit.cost.roofline import index_bound, index_ends, item_bytes_of
 from memfit.cost.runtime import Times
 from memfit.errors import InputError
 from memfit.hardware import DeviceType
@@ -136,7 +136,11 @@ class OpTimer:
                 part = flat[begin : begin + _PATTERN]
                 part.copy_(pattern[: part.numel()])
         elif tensor.dtype in (torch.int32, torch.int64) and flat.numel():
-            flat.random_(0, max(1, index_bound(op, index)))
+            ends = index_ends(op, index)
+            if ends is not None:  # equal groups: with zeros a product of groups would have nothing to do
+                flat.copy_(torch.linspace(*ends, flat.numel()))
+            else:
+                flat.random_(0, max(1, index_bound(op, index)))
         return tensor.to(self.device)
 
 
@@ -174,6 +178,8 @@ def last_cache_bytes() -> int:
 
 
 ENVIRONMENT = "MEMFIT_CACHE"
+_FORMAT = 2
+"""Times of format 1 had products of groups without rows."""
 
 
 def cache_folder() -> Path:
@@ -189,7 +195,7 @@ class TimeCache:
 
     def __init__(self, identity: str, folder: Path | None = None) -> None:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", identity).strip("-")
-        self.path = (folder or cache_folder()) / f"times-{name}.json"
+        self.path = (folder or cache_folder()) / f"times-{_FORMAT}-{name}.json"
         self.times: dict[str, list[float]] = self._read()
 
     def _read(self) -> dict[str, list[float]]:
