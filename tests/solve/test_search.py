@@ -14,7 +14,7 @@ from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
 from memfit.solve.milp import Limits, Status
 from memfit.solve.min_budget import min_budget
 from memfit.solve.program import Program
-from memfit.solve.search import choose_most_freed, is_usable, search
+from memfit.solve.search import SAME_MS, choose_most_freed, is_usable, search
 from tests.solve.random_programs import (
     best_by_trying_all,
     every_plan,
@@ -204,3 +204,25 @@ def test_however_short_the_time_what_is_returned_holds_and_its_bound_is_true(pro
         assert found.bound_ms <= expected + 1e-6 <= found.recompute_ms + 2e-6
     elif found.status is Status.INFEASIBLE:
         assert expected is None
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.one_of(programs(), programs(layers=True), programs_of_two_passes(), unmirrored_programs()),
+    st.sampled_from([0.0, 0.5, 0.999, 1.001, 2.0]),
+)
+def test_a_search_with_a_cutoff_finds_the_optimum_below_it_or_proves_that_there_is_none(
+    program: Program, part: float
+) -> None:
+    expected = best_by_trying_all(program)
+    cutoff_ms = part * (1.0 if expected is None else expected)
+    found = search(program, cutoff_ms=cutoff_ms)
+    if found.choice is not None:
+        assert expected is not None and holds(program, found.choice)
+    if expected is not None and expected < cutoff_ms - 2 * SAME_MS:
+        assert found.status is Status.OPTIMAL
+        assert math.isclose(found.recompute_ms, expected, abs_tol=1e-6)
+    else:
+        assert found.bound_ms >= min(cutoff_ms, math.inf if expected is None else expected) - 2 * SAME_MS
+    if expected is not None:
+        assert found.bound_ms <= expected + SAME_MS

@@ -53,6 +53,7 @@ from memfit.plans.settings import (
     is_reached,
 )
 from memfit.sharding import ShardOptions
+from memfit.solve import Problem
 
 WORTH = 1e-3
 """A setting is looked at only if its bound is lower than the best by this part of the step."""
@@ -241,7 +242,7 @@ class JointSearch:
                     added_ms = max(self.bounds.added_ms(setting), problem.bound_ms(self.budget_bytes))
                     yield replace(node, stage=1), max(bound_ms, base_ms(problem) + added_ms)
                 return
-            self._take(self.bounds.answer(setting))
+            self._take(self._answer(node, setting, self.problems.of(setting)))
             return
         captured = self.problems.is_captured(variant)
         if not captured:
@@ -264,18 +265,24 @@ class JointSearch:
                 yield node, bound_ms
                 return
             # What a capture was made for is solved at once: its answer may save other captures.
-        smallest = self.bounds.answer(Setting(variant=variant, shard=family.least))
-        if smallest is None:
-            return
-        self._take(smallest)
         fastest = self.problems.of(Setting(variant=variant, shard=family.most))
-        if smallest.solved.choice is None or fastest is None:
+        if fastest is None:
+            return
+        smallest = self._answer(node, Setting(variant=variant, shard=family.least), fastest)
+        self._take(smallest)
+        if smallest is None or smallest.solved.choice is None:
             return
         for member in family.members[1:]:
             added_ms = self.bounds.added_ms(Setting(variant=variant, shard=member))
             least_ms = max(bound_ms, base_ms(fastest) + added_ms)
             yield replace(node, stage=0, member=member, is_member=True), least_ms
 
+    def _answer(self, node: _Node, setting: Setting, fastest: Problem | None) -> Answer | None:
+        """Solve a setting as far as it, or a member of its family that takes no less than `fastest`, may be of use."""
+        if fastest is None:
+            return None
+        return self.bounds.answer(setting, cutoff_ms=self._enough_ms(node) - base_ms(fastest))
+
     def _take(self, found: Answer | None) -> None:
-        if found is not None and found.better_than(self.best):
+        if found is not None and not self.bounds.is_cut_off(found.setting) and found.better_than(self.best):
             self.best = found

@@ -29,7 +29,8 @@ from functools import cached_property
 from memfit.capture import Category, Phase, find_chunkable, find_copies, find_logits, find_softmaxes
 from memfit.hardware import Family as KernelFamily
 from memfit.plans.setting_problems import SettingProblems
-from memfit.plans.settings import CHUNKS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
+from memfit.plans.settings import CHUNKS, LEAST_GAIN_MS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
+from memfit.sharding import ShardOptions
 from memfit.solve import Problem, Status, solve
 
 _LOSS_FAMILIES = (
@@ -55,25 +56,41 @@ class SettingBounds:
         self.answers: dict[Setting, Answer] = {first.setting: first}
         self.minimums: dict[Setting, int] = {}
         """What settings are known to need at least."""
+        self._cut_off_ms: dict[Setting, float] = {}
+        """Answers that were not solved to the end: no plan adds less than this."""
         self._relaxed: dict[tuple[Setting, int], float] = {}
         self._optimizers: dict[Setting, tuple[int, int]] = {}
         """The most that the optimizer's step takes in a setting, and what its counters do."""
 
-    def answer(self, setting: Setting, *, minimum: bool = False) -> Answer | None:
+    def answer(self, setting: Setting, *, minimum: bool = False, cutoff_ms: float = math.inf) -> Answer | None:
         """Return the solved problem of a setting; None where the step does not run so.
 
-        The smallest budget of one that does not fit is found where `minimum` asks for it.
+        The smallest budget of one that does not fit is found where `minimum` asks for it. Where every plan adds
+        `cutoff_ms` or more, the answer says so and is not solved to the end (`is_cut_off`).
         """
         known = self.answers.get(setting)
-        if known is None or (minimum and known.solved.choice is None and known.solved.minimum_budget_bytes is None):
+        wants_minimum = minimum and known is not None and known.solved.choice is None
+        if (
+            known is None
+            or cutoff_ms > self._cut_off_ms.get(setting, math.inf)
+            or (wants_minimum and known.solved.minimum_budget_bytes is None)
+        ):
             problem = self.problems.of(setting)
             if problem is None:
                 return None
-            solved = solve(problem, self.budget_bytes, minimum=minimum)
+            start = None if known is None else known.solved.choice
+            solved = solve(problem, self.budget_bytes, start=start, minimum=minimum, cutoff_ms=cutoff_ms)
             self.answers[setting] = Answer(problem=problem, solved=solved, setting=setting)
+            self._cut_off_ms.pop(setting, None)
+            if solved.status in (Status.FEASIBLE, Status.UNKNOWN) and solved.bound_ms >= cutoff_ms - LEAST_GAIN_MS:
+                self._cut_off_ms[setting] = cutoff_ms
             if solved.status is Status.INFEASIBLE:
                 self.minimums[setting] = max(self.budget_bytes + 1, self.minimums.get(setting, 0))
         return self.answers[setting]
+
+    def is_cut_off(self, setting: Setting) -> bool:
+        """Return whether the answer of a setting says no more than that its plans add too much."""
+        return setting in self._cut_off_ms
 
     def least_bytes(self, setting: Setting) -> int:
         """Return a lower bound of the memory that any plan of a setting needs, from others whose minimum is known."""
@@ -108,11 +125,18 @@ class SettingBounds:
         return saved_bytes
 
     def rough_ms(self, variant: StepVariant, family: Family) -> float:
-        """Return a bound from the given problem alone: its compute, less the optimizer's where that may change."""
+        """Return a bound from the given problem alone: its compute, less the optimizer's where that may change.
+
+        Sharding that holds more at every instant needs a plan that adds as much.
+        """
         first = self.first.problem
         bound = first.runtime.total_ms + (self._chunks_ms if variant.chunked is not None else 0.0)
-        if variant.implementation is not None or family.least is not None:
+        given = first.options.shard
+        least = family.least or given
+        if variant.implementation is not None or _optimizer_may_change(least, given):
             bound -= phase_ms(first, Phase.OPTIMIZER)
+        if variant == self.first.setting.variant and gathers_more(least, given):
+            bound += _least_added_ms(self.first)
         return bound
 
     def before_capture_ms(self, variant: StepVariant, family: Family, stage: int) -> float:
@@ -148,7 +172,7 @@ class SettingBounds:
         shard = setting.shard or given
         return max(
             (
-                math.inf if answer.solved.status is Status.INFEASIBLE else answer.solved.bound_ms
+                _least_added_ms(answer)
                 for other, answer in self.answers.items()
                 if other.variant == setting.variant and gathers_more(shard, other.shard or given)
             ),
@@ -161,7 +185,7 @@ class SettingBounds:
         if key not in self._relaxed:
             self._relaxed[key] = 0.0
             if more_bytes == 0:
-                self._relaxed[key] = math.inf if answer.solved.choice is None else answer.solved.bound_ms
+                self._relaxed[key] = _least_added_ms(answer)
             elif answer.solved.recompute_ms > 0.0:
                 solved = solve(answer.problem, self.budget_bytes + more_bytes)
                 self._relaxed[key] = math.inf if solved.choice is None else solved.bound_ms
@@ -187,7 +211,7 @@ class SettingBounds:
                 copied = self._copied_bytes / variant.parts
                 more = math.ceil(copied * (1 / number - 1 / variant.chunked.chunks))
                 bound = max(bound, base_ms(fastest) + self.relaxed_ms(known, more))
-            elif known.solved.choice is None:
+            elif known.solved.status is Status.INFEASIBLE:
                 return math.inf  # fewer chunks need no less
             else:
                 fewer_ms = (number - variant.chunked.chunks) * self._kernels_ms(known.problem, number)
@@ -240,6 +264,16 @@ class SettingBounds:
             times[op.name].append(min(float(op_ms), most_ms))
         added = (sorted(each, reverse=True)[: max(0, len(each) - before[name])] for name, each in times.items())
         return sum(sum(each) for each in added) / chunks
+
+
+def _optimizer_may_change(shard: ShardOptions, given: ShardOptions) -> bool:
+    """Return whether the optimizer may step on other parts, or in another place."""
+    return (shard.units, shard.replicas, shard.cpu_offload) != (given.units, given.replicas, given.cpu_offload)
+
+
+def _least_added_ms(answer: Answer) -> float:
+    """Return the least that any plan of a solved setting adds; infinite where none fits."""
+    return math.inf if answer.solved.status is Status.INFEASIBLE else answer.solved.bound_ms
 
 
 def _optimizer_bytes(problem: Problem) -> int:

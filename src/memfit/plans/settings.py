@@ -159,8 +159,8 @@ def find_parts(trace: Trace, step: Step) -> list[int]:
 
 def find_families(problem: Problem, kinds: Iterable[str]) -> list[Family]:
     """Return every way to shard that may be decided; the first has the step sharded as it was given."""
-    given, sharding = problem.options.shard, problem.sharding
-    if sharding is None or given.parallel != "fsdp" or problem.trace.mesh:
+    given = problem.options.shard
+    if not can_shard_otherwise(problem):
         return [Family(members=(None,))]
     kinds = frozenset(kinds)
     units = [given.units, *(find_unit_choices(problem) if "units" in kinds else ())]
@@ -176,6 +176,11 @@ def find_families(problem: Problem, kinds: Iterable[str]) -> list[Family]:
         members = list(_kept(problem, changed)) if "reshard" in kinds else [changed]
         found.append(Family(members=tuple(None if each == given else each for each in members), place=place))
     return found
+
+
+def can_shard_otherwise(problem: Problem) -> bool:
+    """Return whether the planner shards the step, and not its own code or DDP."""
+    return problem.sharding is not None and problem.options.shard.parallel == "fsdp" and not problem.trace.mesh
 
 
 def gathers_more(one: ShardOptions, other: ShardOptions) -> bool:

@@ -110,8 +110,7 @@ class DynamicProgram:
         """Return a time that no plan adds less than, without looking for one (recurrence 5); infinite if none fits."""
         if self.floor_bytes > budget_bytes:
             return math.inf
-        at = np.array([budget_bytes])
-        return sum(max(0.0, float(each.bounds[0](at)[0]) - _ROUNDING_PS) for each in self.passes) / PICOSECONDS
+        return sum(each.bound(budget_bytes) for each in self.passes) / PICOSECONDS
 
     def solve(
         self,
@@ -121,13 +120,20 @@ class DynamicProgram:
         deadline: float = math.inf,
         widths: Sequence[int] = WIDTHS,
         start: Choice | None = None,
+        cutoff_ms: float = math.inf,
         watch: Callable[[float], None] | None = None,
     ) -> DpSolution:
-        """Return the best plan, from one that holds every requirement if that is known; `watch` hears each bound."""
+        """Return the best plan, from one that holds every requirement if that is known; `watch` hears each bound.
+
+        Plans that add `cutoff_ms` or more are not looked for: where there are no others, that is the bound.
+        """
         if self.floor_bytes > budget_bytes:
             return DpSolution(choice=None, time_ms=math.inf, bound_ms=math.inf)
         time = bound = 0.0
         whole = True
+        others = self.bound_ms(budget_bytes)
+        if math.isinf(others):
+            return DpSolution(choice=None, time_ms=math.inf, bound_ms=math.inf)
         choice = np.full(self.candidate_count, NO_INDEX, np.int64)
         for each in self.passes:
             before = bound
@@ -138,6 +144,7 @@ class DynamicProgram:
                 deadline=deadline,
                 widths=widths,
                 start=None if start is None else _picks_within(each.nodes, start),
+                cutoff=(cutoff_ms - others) * PICOSECONDS + each.bound(budget_bytes),
                 watch=None if watch is None else lambda own, before=before: watch((before + own) / PICOSECONDS),
             )
             time, bound = time + found.time, bound + found.bound
@@ -404,6 +411,10 @@ class Pass:
         """V before the first node, and after each (recurrence 5)."""
         return completion_bounds(self.nodes)
 
+    def bound(self, budget_bytes: int) -> float:
+        """Return a time in picoseconds that no plan takes less than."""
+        return max(0.0, float(self.bounds[0](np.array([budget_bytes]))[0]) - _ROUNDING_PS)
+
 
 @dataclass(eq=False, slots=True)
 class _LabelSetting:
@@ -539,31 +550,33 @@ def solve_pass(
     deadline: float = math.inf,
     widths: Sequence[int] = WIDTHS,
     start: Picks | None = None,
+    cutoff: float = math.inf,
     watch: Callable[[float], None] | None = None,
 ) -> PassSolution:
     """Return the best plan of a pass, proven unless that takes a wider beam than the last, or more time.
 
-    Times are in picoseconds. `start` is a plan that holds every requirement. `watch` hears the bound after each run.
+    Times are in picoseconds. `start` is a plan that holds every requirement. Plans of `cutoff` or more are not looked
+    for. `watch` hears the bound after each run.
     """
     first, after = each.bounds
     labels = _LabelSetting(each.nodes, after, each.subtree_plans, budget_bytes, deadline)
     bound = float(first(np.array([budget_bytes]))[0])
-    picks = start
-    if start is not None:
-        labels.best = float(_time_of(each.nodes, dict(start)))
+    picks, time = start, math.inf if start is None else float(_time_of(each.nodes, dict(start)))
+    labels.best = min(time, cutoff)
     for width in widths:
         try:
             found = labels.run(width)
         except _LimitReachedError:
             break
         if found is not None and found[1] < labels.best:
-            picks, labels.best = found[0], float(found[1])
+            picks, time = found[0], float(found[1])
+            labels.best = time
         bound = max(bound, min(labels.lost, labels.best))
         if watch is not None:
             watch(bound)
         if labels.lost >= labels.best - gap * bound:
             break
-    return PassSolution(picks=picks, time=labels.best, bound=min(bound, labels.best))
+    return PassSolution(picks=picks, time=time, bound=min(bound, labels.best))
 
 
 def _time_of(nodes: Sequence[UnitNode], picks: dict[int, int]) -> int:

@@ -68,15 +68,18 @@ def search(
     start: Choice | None = None,
     watch: Watch | None = None,
     dp: Callable[[], DynamicProgram | None] | None = None,
+    cutoff_ms: float = math.inf,
 ) -> SearchResult:
     """Return the best choice for a program, from a first one if that is known.
 
     `dp` gives its dynamic program, which is the same for every budget; unless given it is built where it is needed.
+    Plans that add `cutoff_ms` or more are of no use: where it is proven that there are no others, the search ends with
+    that bound, and with what it has found by then.
     """
     limits = limits or Limits()
     began = time.perf_counter()
     if program.micro_batches is not None:
-        return _search_folded(program, program.micro_batches, limits, start, watch)
+        return _search_folded(program, program.micro_batches, limits, start, watch, cutoff_ms)
     nothing = np.full(len(program.candidates), NO_INDEX, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _result(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
@@ -95,7 +98,7 @@ def search(
         return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms
 
     found = DynamicProgram.of(program) if dp is None else dp()
-    bound_ms, choice = (0.0, None) if found is None else _by_dp(program, found, limits, began, best, tell)
+    bound_ms, choice = (0.0, None) if found is None else _by_dp(program, found, limits, began, best, cutoff_ms, tell)
     rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
     if math.isinf(bound_ms):
         return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -105,6 +108,9 @@ def search(
         best_ms = program.recompute_ms(best)
         if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
+    if bound_ms >= cutoff_ms - SAME_MS:
+        status = Status.UNKNOWN if best is None else Status.FEASIBLE
+        return _result(program, best, status, bound_ms, began, rows, columns)
     class_bound_ms, plans, rows, columns = _by_classes(program, limits, began, lambda heard: tell(heard.bound, best_ms))
     if class_bound_ms is None:
         return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -118,7 +124,12 @@ def search(
 
 
 def _search_folded(
-    program: Program, micro_batches: MicroBatches, limits: Limits, start: Choice | None, watch: Watch | None
+    program: Program,
+    micro_batches: MicroBatches,
+    limits: Limits,
+    start: Choice | None,
+    watch: Watch | None,
+    cutoff_ms: float,
 ) -> SearchResult:
     """Search with one policy for all micro-batches (Note [Micro-batches])."""
     count = len(micro_batches.members)
@@ -130,7 +141,7 @@ def _search_folded(
             tell(replace(incumbent, objective=incumbent.objective * count, bound=incumbent.bound * count))
 
     first = None if start is None else start[list(micro_batches.members[-1])]
-    found = search(fold(program, micro_batches), limits, start=first, watch=heard)
+    found = search(fold(program, micro_batches), limits, start=first, watch=heard, cutoff_ms=cutoff_ms / count)
     choice = None if found.choice is None else spread(micro_batches, found.choice, len(program.candidates))
     recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
     proven = found.recompute_ms <= found.bound_ms + SAME_MS
@@ -148,6 +159,7 @@ def _by_dp(
     limits: Limits,
     began: float,
     start: Choice | None,
+    cutoff_ms: float,
     watch: Callable[[float], None] | None,
 ) -> tuple[float, Choice | None]:
     """Return a proven bound, infinite when nothing fits, and the dynamic program's best plan that holds every row.
@@ -155,8 +167,10 @@ def _by_dp(
     Where backward does not mirror forward, the first plan may break rows: requirements are raised until one holds.
     """
     deadline = began + limits.time_limit_s
-    found = dp.solve(program.budget_bytes, gap=limits.gap, deadline=deadline, start=start, watch=watch)
-    choice = found.choice
+    found = dp.solve(
+        program.budget_bytes, gap=limits.gap, deadline=deadline, start=start, cutoff_ms=cutoff_ms, watch=watch
+    )
+    choice = None if found.bound_ms >= cutoff_ms - SAME_MS else found.choice
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
         if choice is None or is_usable(program, choice):

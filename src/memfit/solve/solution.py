@@ -173,7 +173,10 @@ class Problem:
     def second_run_ms(self) -> float:
         """What the host takes for each op of a unit that is recomputed, beyond the ops themselves."""
         device = self.target.device
-        measured = None if self.sharding is None else device.engine(self.options.shard.engine or "fsdp2")
+        measured = None
+        if self.sharding is not None:
+            half = self.sharding.param_dtype in ("bfloat16", "float16")
+            measured = device.engine(self.options.shard.engine or "fsdp2", half=half)
         return device.efficiency.host.second_run_ms if measured is None else measured.second_run_ms
 
     def _with_offload(
@@ -241,9 +244,13 @@ class Problem:
 
     @property
     def offload_link(self) -> OffloadLink | None:
-        """The link over which units may offload; None where they may not. A CPU's disk is used only when asked for."""
-        asked = self.options.offload or ("offload" in self.options.decided and self.target.device.type != "cpu")
-        return self.target.device.offload_link if asked else None
+        """The link over which units may offload; None where they may not.
+
+        A CPU's disk is used only when asked for by name, and a GPU's host unasked only where its memory was granted.
+        """
+        is_granted = self.options.decide is not None or self.target.host_memory_bytes is not None
+        is_decided = "offload" in self.options.decided and self.target.device.type != "cpu" and is_granted
+        return self.target.device.offload_link if self.options.offload or is_decided else None
 
     @cached_property
     def windows(self) -> dict[str, OffloadWindow]:
@@ -413,10 +420,12 @@ def solve(
     start: Choice | None = None,
     watch: Callable[[Incumbent], None] | None = None,
     minimum: bool = True,
+    cutoff_ms: float = math.inf,
 ) -> Solved:
     """Find the fastest plan whose replay stays within the budget, or the smallest budget that would do.
 
-    Without `minimum` that is left out where nothing fits, which saves most of the time.
+    Without `minimum` that is left out where nothing fits, which saves most of the time. Where every plan adds
+    `cutoff_ms` or more, that is its `bound_ms`, and it has a plan that is not proven, or none.
     """
     if budget_bytes <= 0:
         raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
@@ -431,9 +440,13 @@ def solve(
         left = max(0.1, limits.time_limit_s - (time.perf_counter() - began))
         # raised levels are another dynamic program, and so are folded micro-batches
         dp = None if tightened or problem.micro_batches else lambda: problem.dynamic_program
-        outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch, dp=dp)
+        outcome = search(
+            program, replace(limits, time_limit_s=left), start=start, watch=watch, dp=dp, cutoff_ms=cutoff_ms
+        )
         if not tightened:
             bound_ms = outcome.bound_ms  # raised levels cut off more than the plan that was too high
+        if outcome.choice is None and outcome.status is Status.UNKNOWN and outcome.bound_ms >= cutoff_ms - SAME_MS:
+            return _cut_off(budget_bytes, outcome, tightened, began)
         if outcome.choice is None or tightened > _TIGHTENINGS:
             return _without_plan(problem, budget_bytes, outcome, tightened, began, minimum=minimum)
         chosen = tuple(program.chosen(outcome.choice))
@@ -461,6 +474,24 @@ def solve(
 def minimum_budget_bytes(problem: Problem) -> int | None:
     """Return the smallest budget that the rows of a plan hold; `problem.min_budget` says whether it is proven."""
     return None if problem.min_budget is None else problem.min_budget.peak_bytes
+
+
+def _cut_off(budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
+    """Return what is known where no plan adds less than was asked for, and none was found that adds more."""
+    return Solved(
+        status=Status.UNKNOWN,
+        budget_bytes=budget_bytes,
+        chosen=(),
+        choice=None,
+        replay=None,
+        recompute_ms=math.inf,
+        bound_ms=outcome.bound_ms,
+        seconds=time.perf_counter() - began,
+        rows=outcome.rows,
+        columns=outcome.columns,
+        tightened=tightened,
+        minimum_budget_bytes=None,
+    )
 
 
 def _without_plan(
