@@ -92,7 +92,7 @@ def test_an_optimizer_on_the_host_leaves_what_a_step_without_one_needs(optimizer
     trained = BLOCKS * BLOCK_BYTES
     state = case.timeline.by_category[Category.OPTIMIZER_STATE].max()
     spent = case.report.runtime.by_phase_ms[Phase.OPTIMIZER]
-    there = case.target.device.host_link.transfer_ms(trained)
+    there = case.target.device.host_link.copy_ms(trained)
     assert each.costs_ms == pytest.approx(2 * there + host_step_ms(trained, state) - spent, rel=1e-3)
 
 
@@ -127,7 +127,7 @@ def test_every_gather_fetches_its_shards_and_every_reduction_returns_them() -> N
     assert {each.host_bytes for each in found.transfers} == {BLOCK_BYTES // ranks}, "in the dtype of the shards"
     cost, link = CollectiveModel(target), target.device.host_link
     alone = sum(cost.collective_ms(each.kind, each.size_bytes) for each in found.transfers)
-    assert found.communication_ms == pytest.approx(alone + 3 * BLOCKS * link.transfer_ms(BLOCK_BYTES // ranks))
+    assert found.communication_ms == pytest.approx(alone + 3 * BLOCKS * link.copy_ms(BLOCK_BYTES // ranks))
     assert found.exposed_ms - found.beside_ms == pytest.approx(found.communication_ms), "ops without time hide nothing"
 
 

@@ -110,11 +110,19 @@ def test_a_budget_without_its_unit_is_refused_before_it_is_taken_for_bytes():
 
 def test_a_transfer_takes_latency_and_bytes_over_bandwidth():
     link = load_link("infiniband-ndr")
-    assert link.transfer_ms(0) == link.latency_ms
-    assert link.transfer_ms(50_000_000_000) == pytest.approx(1000 + link.latency_ms)
+    assert link.copy_ms(0) == link.latency_ms
+    assert link.copy_ms(50_000_000_000) == pytest.approx(1000 + link.latency_ms)
 
 
 def test_a_device_of_torch_is_a_target():
     assert Target.parse(torch.device("cpu")) == Target.parse("cpu") == Target.parse(torch.device("cpu", 0))
     with pytest.raises(InputError, match="'cuda' is not one device"):
         Target.parse(torch.device("cuda", 0))
+
+
+def test_copies_to_the_host_take_what_was_measured_over_the_link_and_not_what_its_sheet_says():
+    link = load_link("pcie-5-x16")
+    assert 0.8 * link.bandwidth_bytes_per_s < link.copy_bytes_per_s < 0.9 * link.bandwidth_bytes_per_s
+    offload = load_device("h100-sxm").offload_link
+    assert offload is not None and offload.to_host_bytes_per_s == link.copy_bytes_per_s
+    assert load_link("nvlink-4").copy_bytes_per_s == load_link("nvlink-4").bandwidth_bytes_per_s

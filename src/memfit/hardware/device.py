@@ -50,6 +50,17 @@ class Link:
     generation: int | None = None
     lanes: int | None = None
     collectives: tuple[CollectiveRate, ...] = ()
+    measured_copy_bytes_per_s: float | None = None
+    """What copies from and to pinned host memory were seen to reach, where that was published."""
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """What copies from and to pinned host memory reach, each way."""
+        return self.measured_copy_bytes_per_s or self.bandwidth_bytes_per_s
+
+    def copy_ms(self, n_bytes: int) -> float:
+        """Return the time to copy `n_bytes` from or to pinned host memory."""
+        return self.latency_ms + n_bytes / self.copy_bytes_per_s * 1e3
 
     def of_collective(self, kind: str) -> Link:
         """Return the link as a kind of collective finds it."""
@@ -57,10 +68,6 @@ class Link:
             if rate.kind == kind:
                 return replace(self, bandwidth_bytes_per_s=rate.bandwidth_bytes_per_s, latency_ms=rate.latency_ms)
         return self
-
-    def transfer_ms(self, n_bytes: int) -> float:
-        """Return the time to send `n_bytes` one way in one message."""
-        return self.latency_ms + n_bytes / self.bandwidth_bytes_per_s * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +201,13 @@ class Device:
         """The link over which saved tensors are offloaded; None for a CPU whose disk was not measured."""
         if self.type == "cpu":
             return self.disk
-        bandwidth = self.host_link.bandwidth_bytes_per_s
-        return OffloadLink(name=self.host_link.name, to_host_bytes_per_s=bandwidth, to_device_bytes_per_s=bandwidth)
+        rate = self.host_link.copy_bytes_per_s
+        return OffloadLink(name=self.host_link.name, to_host_bytes_per_s=rate, to_device_bytes_per_s=rate)
 
-    def engine(self, name: str) -> EngineTimes | None:
-        """Return what was measured of an engine on ranks of this device."""
-        return next((each for each in self.engines if each.engine == name), None)
+    def engine(self, name: str, *, half: bool = False) -> EngineTimes | None:
+        """Return what was measured of an engine on ranks of this device, with parameters of 16 bits if asked for."""
+        known = {each.engine: each for each in self.engines}
+        return (known.get(f"{name}-half") if half else None) or known.get(name)
 
     @property
     def context(self) -> ByteRange:

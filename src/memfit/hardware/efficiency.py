@@ -67,7 +67,7 @@ class EngineTimes:
     Collectives take `slowdown` times as long in a step as by themselves, where sending and receiving does not compete
     with compute. `collective_ms` is what the host takes for each beyond that: hooks, buffers, the views of parameters.
     `waiting` is the part of a step's ops for which ranks wait for the slowest of them. `second_run_ms` is that of
-    `HostTimes`, under this engine.
+    `HostTimes`, under this engine. `fsdp2-half` is the engine where it casts parameters to 16 bits.
     """
 
     engine: str

@@ -107,6 +107,7 @@ class LinkTable(FigureTable, frozen=True):
     latency_ms: Number
     generation: int | None = None
     lanes: int | None = None
+    copy_bytes_per_s: Number | None = None
     collectives: dict[CollectiveName, CollectiveTable] = {}
 
 
@@ -174,7 +175,7 @@ class EfficiencyTable(FigureTable, frozen=True):
     half: dict[Family, FamilyTable] = {}
 
 
-EngineName = Literal["fsdp2", "sharded"]
+EngineName = Literal["fsdp2", "sharded", "fsdp2-half", "sharded-half"]
 
 
 class EngineTable(FigureTable, frozen=True):
@@ -448,6 +449,9 @@ def _link(name: str, table: LinkTable, reader: Reader) -> Link:
         lanes=table.lanes,
         bandwidth_bytes_per_s=reader.number(f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s),
         latency_ms=reader.number(f"links.{name}.latency_ms", table.latency_ms),
+        measured_copy_bytes_per_s=None
+        if table.copy_bytes_per_s is None
+        else reader.number(f"links.{name}.copy_bytes_per_s", table.copy_bytes_per_s),
         collectives=tuple(
             CollectiveRate(
                 kind=kind,

@@ -366,7 +366,7 @@ def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) ->
             continue
         key = transfer.kind, transfer.size_bytes, transfer.host_bytes, transfer.group
         if key not in cost:
-            host_ms = link.transfer_ms(transfer.host_bytes) if transfer.host_bytes else 0.0
+            host_ms = link.copy_ms(transfer.host_bytes) if transfer.host_bytes else 0.0
             cost[key] = host_ms + transfer.collective_ms(model)
         now = float(times[transfer.issued]) + waited
         begins = max(free.get(transfer.group, 0.0), copied_out.get(transfer.group, 0.0) if transfer.ahead else now)

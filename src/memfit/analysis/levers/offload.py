@@ -115,7 +115,7 @@ def _activations(case: Case) -> Iterator[Lever]:
     yield case.lever(
         "activations on the host",
         "with torch.autograd.graph.saved_tensors_hooks(to_host, to_device): loss = ...  # but for parameters",
-        Effect(peak_bytes=int(left.max()), step_ms=case.step_ms + 2 * link.transfer_ms(moved)),
+        Effect(peak_bytes=int(left.max()), step_ms=case.step_ms + 2 * link.copy_ms(moved)),
         "estimated",
         assumes=f"{display_bytes(moved)} over {_link(case)} and back, nothing hidden",
     )
@@ -147,9 +147,9 @@ def _state_bytes(case: Case, parameter: Parameter) -> int:
 
 
 def _link_ms(case: Case, n_bytes: int) -> float:
-    return case.target.device.host_link.transfer_ms(n_bytes)
+    return case.target.device.host_link.copy_ms(n_bytes)
 
 
 def _link(case: Case) -> str:
     link = case.target.device.host_link
-    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:g} GB/s)"
+    return f"{link.name} ({link.copy_bytes_per_s / 1e9:g} GB/s)"
