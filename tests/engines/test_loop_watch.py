@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.capture import Step
+from memfit.engines import optimizer_watch
 from memfit.errors import PlanDrift
 from memfit.solve import SolveOptions
 from tests.engines.engine_cases import plan_for
@@ -315,7 +316,8 @@ def test_evaluation_between_steps_is_no_difference() -> None:
 
 def test_nothing_is_left_behind_by_removal_or_by_a_model_that_goes() -> None:
     gc.collect()
-    before = dict(optimizer_module._global_optimizer_post_hooks)
+    watchers = dict(optimizer_watch._watchers)
+    before = dict(optimizer_module._global_optimizer_post_hooks) if watchers else {}
     step, model, optimizer, _ = make()
     plan = plan_for(step, 0.3)
     plan.apply(model, optimizer)
@@ -327,7 +329,26 @@ def test_nothing_is_left_behind_by_removal_or_by_a_model_that_goes() -> None:
     del step, model, optimizer, _
     gc.collect()
     assert gone() is None
-    assert dict(optimizer_module._global_optimizer_post_hooks) == before
+    assert optimizer_watch._watchers == watchers
+
+
+def test_a_planned_model_that_is_collected_during_a_step_of_another_does_not_disturb_it() -> None:
+    """Torch goes over its hooks then, and what a collection takes out of them would end the step with an error."""
+    step, model, optimizer, _ = make()
+    plan_for(step, 0.3).apply(model, optimizer)
+    gone = weakref.ref(model)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    hooks = [optimizer_module.register_optimizer_step_post_hook(lambda *_: gc.collect()) for _ in range(2)]
+    gc.disable()
+    try:
+        del step, model, optimizer, _
+        assert gone() is not None, "a cycle holds it until it is collected"
+        other.step()
+    finally:
+        gc.enable()
+        for hook in hooks:
+            hook.remove()
+    assert gone() is None
 
 
 def test_a_plan_of_an_earlier_version_is_applied_without_a_comparison() -> None:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture import is_container
 from memfit.engines.optimizer_shards import (
@@ -29,6 +28,7 @@ from memfit.engines.optimizer_shards import (
     unshard,
     unshard_optimizer,
 )
+from memfit.engines.optimizer_watch import OptimizerWatch
 from memfit.errors import InputError, MemfitError, StateError
 from memfit.plans import Plan, ShardPlan
 from memfit.sharded import check_agreement, device_of, make_comms, resolve_mesh
@@ -89,7 +89,7 @@ class Fsdp2Sharding:
             self._slots += [(weakref.ref(module), name, each) for name, each in found]
         self._before: list[OptimizerBefore] = []
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hook: Any = None
+        self._optimizers: OptimizerWatch | None = None
 
     def shard_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let the optimizers step the shards, each with its own state and settings."""
@@ -111,13 +111,12 @@ class Fsdp2Sharding:
             original.data = original.data.new_empty(0)
         stepped = weakref.ref(self._stepped)
 
-        def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def note(optimizer: torch.optim.Optimizer) -> None:
             here = stepped()
             if here is not None:
                 here.add(optimizer)
 
-        self._hook = register_optimizer_step_post_hook(note)
-        weakref.finalize(self, self._hook.remove)
+        self._optimizers = OptimizerWatch(note, self)
 
     def rollback(self) -> None:
         """Restore model and optimizers to what they were; nothing is sent, because no value is gone yet."""
@@ -156,7 +155,8 @@ class Fsdp2Sharding:
             for optimizer in self._in_order(whole):
                 unshard_optimizer(optimizer, whole)
         self._undo_modules()
-        self._hook.remove()
+        if self._optimizers is not None:
+            self._optimizers.remove()
 
     def _in_order(self, whole: dict[torch.Tensor, nn.Parameter]) -> list[torch.optim.Optimizer]:
         """Return the optimizers of these parameters, in an order that is the same on every rank."""

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture import implementations, is_container, set_flags, set_implementation
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
@@ -24,6 +23,7 @@ from memfit.engines.loss import ChunkedLossRegion, LossRegion, RecomputedLossReg
 from memfit.engines.mesh_agreement import agree, check_wrapped, compare_kinds, kind_of
 from memfit.engines.offload import Offloads
 from memfit.engines.offload_store import open_store
+from memfit.engines.optimizer_watch import OptimizerWatch
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import BoundaryUnit, PlannedUnit
@@ -107,14 +107,12 @@ class Applied:
         """Watch the steps of optimizers that were not given: `Trainer` makes its own."""
         applied = weakref.ref(self)
 
-        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def stepped(optimizer: torch.optim.Optimizer) -> None:
             here = applied()
             if here is not None and here._steps(optimizer):
                 here.end_step(optimizer)
 
-        handle = register_optimizer_step_post_hook(stepped)
-        self._step_hooks.append(handle)
-        weakref.finalize(self, handle.remove)
+        self._step_hooks.append(OptimizerWatch(stepped, self))
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

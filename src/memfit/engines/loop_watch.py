@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler
+from memfit.engines.optimizer_watch import OptimizerWatch
 from memfit.engines.recompute import is_recomputing
 from memfit.engines.step_position import Mode
 from memfit.errors import PlanDrift
@@ -72,8 +72,7 @@ class LoopWatch:
         self._known: set[Any] = set()
         self._told: set[str] = set()
         self._highest_bytes: int | None = None
-        self._hook = register_optimizer_step_post_hook(_weak_hook(self))
-        self._release = weakref.finalize(model, self._hook.remove)
+        self._optimizers = OptimizerWatch(_weak_hook(self), model)
 
     def follow(self, other: LoopWatch) -> None:
         """Watch as one of several models of a step: only calls are compared, and each warning is given once."""
@@ -84,7 +83,7 @@ class LoopWatch:
     def stop(self) -> None:
         """Stop watching what the loop holds."""
         self._mode = False
-        self._release()
+        self._optimizers.remove()
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -338,10 +337,10 @@ def _highest_cuda_bytes(model: nn.Module | None) -> int | None:
     return torch.cuda.max_memory_allocated(first.device)
 
 
-def _weak_hook(watch: LoopWatch) -> Callable[..., None]:
+def _weak_hook(watch: LoopWatch) -> Callable[[torch.optim.Optimizer], None]:
     reference = weakref.ref(watch)
 
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def hook(optimizer: torch.optim.Optimizer) -> None:
         found = reference()
         if found is not None:
             found._optimizer_stepped(optimizer)
