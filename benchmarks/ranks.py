@@ -3,9 +3,9 @@
 For each, every rank's peak is measured beside the predicted one and the budget, and the step under the plan is compared
 bit for bit with the step on the same engine without it. `--parts` says what is done: `calibrate` measures each number
 of ranks, all at once (as `torchrun -m memfit calibrate` does), `plan` plans, `peaks` verifies plans, `predict` works
-their times out again by the calibration that is there, and `times` measures steps in rounds over all cases, which mean
-something on a quiet machine only. `--folder` keeps what was found, for the next part.
-`python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
+their times out again by the calibration that is there, and `times` measures steps with and without the plan by turns,
+in rounds over all cases, which mean something on a quiet machine only. `--folder` keeps what was found, for the next
+part. `python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -45,7 +45,7 @@ from memfit.verify import calibrate_engines
 VOCABULARY, BATCH, LENGTH = 512, 4, 128
 PARTS = ("calibrate", "plan", "peaks", "predict", "times")
 SHOWN = ("peak_errors", "predicted_ms", "plain_predicted_ms", "rounds_ms", "plain_rounds_ms")
-WARMUP = 3
+TURNS = 2
 ENGINES = ("fsdp2", "sharded")
 LLAMA: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -141,7 +141,10 @@ class Case:
     def plan(self, step: memfit.Step, target: str) -> Plan:
         """The plan of a budget between the least and what the step takes without one."""
         configuration = CONFIGURATIONS[self.configuration]
-        options = SolveOptions(shard=ShardOptions(engine=self.engine, **configuration.shard))  # type: ignore[arg-type]
+        options = SolveOptions(  # sharded as the configuration says
+            shard=ShardOptions(engine=self.engine, **configuration.shard),  # type: ignore[arg-type]
+            decide=(),
+        )
         asked: Any = {"target": target, "ranks": dist.get_world_size(), "options": options, "progress": False}
         tight = memfit.plan(step, budget="1KiB", **asked)
         least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
@@ -177,9 +180,10 @@ def work(arguments: argparse.Namespace) -> None:
                 note(folder, case, found)
     if "times" in arguments.parts:
         planned = [case for case in cases if case.file(folder).exists()]
-        for _, case in product(range(arguments.rounds), planned):
+        for number, case in product(range(arguments.rounds), planned):
             plan = known_plan(case, folder)
-            under_plan, plain = (time_ms(case, each, arguments.steps) for each in (plan, unplanned(plan)))
+            order = 1 if number % 2 else -1  # where a model lies in memory changes its time: both come first in turn
+            under_plan, plain = time_ms(case, (plan, unplanned(plan))[::order], arguments.steps)[::order]
             if dist.get_rank() == 0:
                 note(folder, case, add_round(case, folder, {"rounds_ms": under_plan, "plain_rounds_ms": plain}))
     dist.barrier()
@@ -261,21 +265,37 @@ def unplanned(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, checkpoint=())
 
 
-def time_ms(case: Case, plan: Plan, steps: int) -> float:
-    """The median time of some steps under a plan, each as long as on its slowest rank, after some that warm up."""
+def time_ms(case: Case, plans: Sequence[Plan], steps: int) -> list[float]:
+    """The median step time under each plan, by turns: some steps warm up, then the first of each turn is left out.
+
+    A step is as long as on its slowest rank. One plan after the other would not do: a process is slower for a while
+    after a model was built in it.
+    """
+    runs = [runner(case, plan) for plan in plans]
+    laps: list[list[float]] = [[] for _ in runs]
+    for turn in range(TURNS + 1):
+        for run, found in zip(runs, laps, strict=True):
+            taken = [lap_s(run) for _ in range(1 + steps)]
+            found += taken[1:] if turn else []
+    slowest = torch.tensor(laps, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return (slowest.median(dim=1).values * 1e3).tolist()
+
+
+def runner(case: Case, plan: Plan) -> Callable[[], None]:
+    """Return a function that runs one step of a model of its own under a plan."""
     step = case.step()
     model, optimizer = step.model, step.optimizer
     assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
     plan.apply(model, optimizer)
-    laps = []
-    for _ in range(WARMUP + steps):
-        dist.barrier()
-        began = time.perf_counter()
-        step.execute(model, optimizer, "cpu")
-        laps.append(time.perf_counter() - began)
-    slowest = torch.tensor(laps[WARMUP:], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.median().item() * 1e3
+    return lambda: step.execute(model, optimizer, "cpu")
+
+
+def lap_s(run: Callable[[], None]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -333,7 +353,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["peaks"], choices=PARTS, help="what to do; times need peaks")
     parser.add_argument("--times", action="store_true", help="all parts")
     parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
-    parser.add_argument("--steps", type=int, default=5, help="whose median is a round's time")
+    parser.add_argument("--steps", type=int, default=2, help="of a turn; two turns make a round")
     parser.add_argument("--folder", type=Path, help="where calibration and results are kept, to go on with later")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from memfit.capture import Trace, call_of
 from memfit.cost import Benchmark, Roofline, Runtime, cost_model
 from memfit.cost.benchmark import op_key
 from memfit.cost.host import Size, routed_step
-from memfit.cost.timing import OpTimer, TimeCache, cold_fractions
+from memfit.cost.timing import OpTimer, TimeCache, _move_ends, cold_fractions
 from memfit.errors import InputError, MissingFeatureError
 
 
@@ -102,6 +102,19 @@ def test_products_of_groups_are_timed_with_rows_in_every_group() -> None:
         assert tensors[2].tolist() == [8, 16, 24, 32]  # two experts of four for each of 16 tokens
         function, args, kwargs = call_of(op, tensors)
         assert (function(*args, **kwargs) > 0).all()
+
+
+def test_groups_of_a_product_have_other_sizes_each_time_it_is_run() -> None:
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    seen = set()
+    for _ in range(20):
+        _move_ends(ends)
+        seen.add(tuple(ends.tolist()))
+        assert ends[-1] == 32 and (ends.diff(prepend=torch.zeros(1)) > 0).all()
+    assert len(seen) > 5
+    alone = torch.tensor([7], dtype=torch.int32)
+    _move_ends(alone)
+    assert alone.tolist() == [7]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -12,7 +12,7 @@ from memfit.analysis import Report
 from memfit.cost import Calibration, Roofline, Runtime, Size, language_step
 from memfit.errors import InputError
 from memfit.hardware import Device, EngineTimes, Link, Target, load_device
-from memfit.plans import build_policy
+from memfit.plans import Inputs, build_policy
 from memfit.sharding import ShardEngine, ShardOptions
 from memfit.solve import Problem, SolveOptions
 from memfit.verify import calibrate_engines
@@ -124,3 +124,19 @@ def test_a_plan_is_timed_again_by_a_later_calibration_of_its_device(
 def test_engines_are_measured_on_as_many_ranks_as_were_calibrated() -> None:
     with pytest.raises(InputError, match="of 2 ranks"):
         calibrate_engines(calibration())
+
+
+def test_an_engine_that_casts_parameters_to_16_bits_has_figures_of_its_own(tmp_path: Path) -> None:
+    half = dataclasses.replace(MEASURED, engine="fsdp2-half", collective_ms=0.75, second_run_ms=0.05)
+    device = load_device(str(calibration(MEASURED, half).save(tmp_path / "two-ranks.toml")))
+    only = load_device(str(calibration(MEASURED).save(tmp_path / "only.toml")))
+    options = SolveOptions(shard=ShardOptions(engine="fsdp2", param_dtype="bfloat16", reduce_dtype="float32"))
+    found = [
+        Inputs.of(language_step(SIZE, plain=True), target=each, ranks=2, options=options, progress=False).problem()
+        for each in (device, only)
+    ]
+    measured, other = found
+    assert measured.sharding is not None
+    assert measured.second_run_ms == 0.05 and other.second_run_ms == 0.02
+    assert measured.exposed_ms - other.exposed_ms == pytest.approx(0.5 * len(measured.sharding.transfers))
+    assert problem_on(device).second_run_ms == 0.02, "parameters of 32 bits are not cast"

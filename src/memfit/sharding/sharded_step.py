@@ -15,7 +15,7 @@ import numpy as np
 from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.cost import Group, Runtime
 from memfit.errors import InputError
-from memfit.hardware import Target
+from memfit.hardware import HALF_BYTES, Target
 from memfit.memory import Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.ddp import replicate
@@ -214,7 +214,8 @@ def shard(
     communication_ms, waited_ms = communication(runtime, target, schedule)
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
     beside_ms += copies_ms(schedule, target.device)
-    measured = target.device.engine("fsdp2" if flat is None else "sharded")
+    half = dtypes.param is not None and item_bytes(dtypes.param) == HALF_BYTES
+    measured = target.device.engine("fsdp2" if flat is None else "sharded", half=half)
     if measured is not None:
         beside_ms += (measured.slowdown - 1.0) * (waited_ms + beside_ms)
         beside_ms += measured.collective_ms * len(schedule.transfers) + measured.waiting * runtime.total_ms

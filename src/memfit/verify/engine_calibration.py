@@ -9,6 +9,9 @@ of which the first are what the link's figures say and the last are the step wit
 collective for the slowest, and the longer they have computed, the farther apart they are. Steps differ in what they
 have most of, so that the three can be told apart. What the plan adds, less the ops that it recomputes, is the host's
 part of a recompute: `second_run_ms` for each op of a unit. The steps are memfit's reference models, no user's.
+
+An engine that casts parameters to 16 bits is measured by itself (`fsdp2-half`). Nothing but such an engine runs a step
+with parameters of 32 bits in 16, so there the step without sharding is what the figures of its ops say.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -73,12 +77,12 @@ def calibrate_engines(
     console = Console(stderr=True, quiet=not progress or dist.get_rank() != 0)
     device = replace(calibration, engines=()).device()
     found = []
-    for engine in engines:
-        samples = []
+    for engine, half in product(engines, (False, True)):
+        name, samples = f"{engine}-half" if half else engine, []
         for size, plain in _SIZES:
-            console.print(f"timing {engine}, {size.batch} x {size.length} x {size.width}")
-            samples.append(_measure(engine, device, size, plain))
-        found.append(fit_engine(engine, samples))
+            console.print(f"timing {name}, {size.batch} x {size.length} x {size.width}")
+            samples.append(_measure(engine, device, size, plain=plain, half=half))
+        found.append(fit_engine(name, samples))
     return replace(calibration, engines=tuple(found))
 
 
@@ -116,9 +120,12 @@ def _fit_non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     return best
 
 
-def _measure(engine: ShardEngine, device: Device, size: Size, plain: bool) -> ShardedSample:
-    """Time one step without sharding, sharded, and sharded under a plan, in turns."""
-    options = SolveOptions(shard=ShardOptions(engine=engine))
+def _measure(engine: ShardEngine, device: Device, size: Size, *, plain: bool, half: bool) -> ShardedSample:
+    """Time one step without sharding, sharded, and sharded under a plan, in turns; in 16 bits the last two."""
+    shard = ShardOptions(engine=engine)
+    if half:
+        shard = ShardOptions(engine=engine, param_dtype="bfloat16", reduce_dtype="float32")
+    options = SolveOptions(shard=shard, decide=())
     told = [_plan(language_step(size, plain=plain), device, options).to_json() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
     planned = Plan.from_json(told[0])
@@ -126,12 +133,13 @@ def _measure(engine: ShardEngine, device: Device, size: Size, plain: bool) -> Sh
         language_step(size, plain=plain), target=device, ranks=dist.get_world_size(), options=options, progress=False
     ).problem()
     sharded = msgspec.structs.replace(planned, checkpoint=())
-    runs = [_runner(size, plain, each) for each in (None, sharded, planned)]
+    runs = [_runner(size, plain, each) for each in ((sharded, planned) if half else (None, sharded, planned))]
     laps: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, found in zip(runs, laps, strict=True):
             found += _slowest_laps(run)
-    local_ms, sharded_ms, planned_ms = (statistics.median(each) for each in laps)
+    *local, sharded_ms, planned_ms = (statistics.median(each) for each in laps)
+    local_ms = local[0] if local else problem.runtime.total_ms
     assert problem.sharding is not None
     recompute_ms, ops = _recompute(problem, planned)
     return ShardedSample(
