@@ -54,10 +54,10 @@ def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
     kept = ShardOptions(engine=engine, reshard_after_forward=False)  # type: ignore[arg-type]
     return {
         JOINT: SolveOptions(shard=shard, decide=("loss", "offload", "reshard", "prefetch")),
-        "checkpointing": SolveOptions(shard=shard),
-        "kept first": SolveOptions(shard=kept),
-        "loss first": SolveOptions(shard=shard, loss_chunks=16),
-        EVERY: SolveOptions(shard=shard, force=blocks),
+        "checkpointing": SolveOptions(shard=shard, decide=()),
+        "kept first": SolveOptions(shard=kept, decide=()),
+        "loss first": SolveOptions(shard=shard, decide=(), loss_chunks=16),
+        EVERY: SolveOptions(shard=shard, decide=(), force=blocks),
     }
 
 

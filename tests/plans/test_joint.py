@@ -302,3 +302,13 @@ def test_groups_of_decisions_leave_what_has_a_value_and_what_is_fixed() -> None:
     assert SolveOptions(decide=("prefetch",), shard=ShardOptions(prefetch=2)).decided == ("prefetch",)
     with pytest.raises(InputError, match="fixed has 'all'"):
         SolveOptions(fixed=("all",))  # type: ignore[arg-type]
+
+
+def test_units_offload_unasked_only_where_the_memory_of_the_host_was_granted() -> None:
+    step = Step(lambda: Talker(), memfit.spec((64 * ROWS, LENGTH), torch.int64), loss=next_token)
+    links = []
+    for granted in (None, "1GiB"):
+        target = Target.parse("h100-sxm", host_memory=granted)
+        links.append(Problem.of(Runtime.of(trace(step, target=target), Roofline()), target).offload_link)
+    assert links[0] is None and links[1] is not None
+    assert links[1].to_host_bytes_per_s < target.device.host_link.bandwidth_bytes_per_s

@@ -107,7 +107,7 @@ class HardwareOptions:
     """How much more than predicted the caching allocator may reserve: 3% or 0.03; 0 for none."""
     expandable_segments: Json = False
     """The allocator's segments grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
-    host_memory: Annotated[str | None, arg("SIZE", "no limit")] = None
+    host_memory: Annotated[str | None, arg("SIZE", "none, or no limit with --offload")] = None
     """What a rank may take of its host's memory for what units offload, such as 64GiB: the host's, over its ranks."""
 
 

@@ -158,7 +158,8 @@ def fully_shard_difference(plan: Plan, model: nn.Module) -> str | None:
         reshards, *dtypes = unit_settings(module)
         names = [None if each is None else str(each).removeprefix("torch.") for each in dtypes]
         if path and reshards not in (None, bool(planned[path].reshard_after_forward)):
-            return f"{path} has reshard_after_forward={reshards} here and {not reshards} in the plan"
+            fixed = 'SolveOptions(fixed=("reshard",)) plans for a model that reshards all its units'
+            return f"{path} has reshard_after_forward={reshards} here and {not reshards} in the plan ({fixed})"
         if names != [plan.shard.param_dtype, plan.shard.reduce_dtype]:
             wanted = f"{plan.shard.param_dtype} and {plan.shard.reduce_dtype}"
             return f"param_dtype and reduce_dtype are {names[0]} and {names[1]} here and {wanted} in the plan"

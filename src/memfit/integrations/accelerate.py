@@ -86,7 +86,7 @@ def fsdp_plugin(plan: Plan, model: nn.Module, **settings: Any) -> Any:
     if len(reshards) > 1 or not isinstance(reshard := reshards.pop(), bool):
         raise InputError(
             "accelerate has one reshard_after_forward for all units, True or False, and this plan has others; call "
-            "plan.apply(model, optimizer, engine='fsdp2') before prepare"
+            "plan.apply(model, optimizer, engine='fsdp2') before prepare, or plan with SolveOptions(fixed=('reshard',))"
         )
     return accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,

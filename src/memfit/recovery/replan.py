@@ -172,7 +172,9 @@ def _divided(plan: Plan, options: SolveOptions | None) -> SolveOptions | None:
     """Return options under which the step is divided between ranks as the plan does it; the model is so already."""
     if plan.shard is None and plan.ddp is None:
         return options
-    return replace(options or SolveOptions(), shard=shard_options_of(plan))
+    options = options or SolveOptions()
+    offload = options.offload or bool(plan.offload_link)
+    return replace(options, shard=shard_options_of(plan), decide=options.decide or (), offload=offload)
 
 
 def loss_is_outside(trace: Trace) -> bool:

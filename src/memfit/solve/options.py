@@ -97,10 +97,13 @@ class SolveOptions:
     @property
     def decided(self) -> tuple[Decided, ...]:
         """The kinds of decisions that plans take, where the step, the target and the engine allow them."""
-        named = DEFAULT_DECISIONS if self.decide is None else self.decide
+        given = self._given()
+        named = self.decide
+        if named is None:
+            named = tuple(kind for kind in DEFAULT_DECISIONS if kind not in given)
         flags: dict[Decided, bool] = {"offload": self.offload, "optimizer": self.optimizer}
         asked = [kind for kind, flag in flags.items() if flag]
-        kinds = expand_decisions((*named, *asked), self._given())
+        kinds = expand_decisions((*named, *asked), given)
         return tuple(kind for kind in kinds if kind not in self.fixed or kind in asked)
 
     def _given(self) -> list[Decided]:
