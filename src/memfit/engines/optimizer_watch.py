@@ -32,7 +32,6 @@ class OptimizerWatch:
         number = next(_numbers)
         _watchers[number] = watcher
         self._release = weakref.finalize(owner, _watchers.pop, number, None)
-        self._release.atexit = False
 
     def remove(self) -> None:
         """Stop watching."""
