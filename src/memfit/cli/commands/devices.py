@@ -136,8 +136,8 @@ def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
     for what, link in (("host", device.host_link), ("peer", device.peer_link), ("inter-node", device.inter_node_link)):
         if link is not None:
             yield f"{what} link, {link.name}", f"{_gigabytes(link.bandwidth_bytes_per_s)} each way", ""
-    if device.host_link.measured_copy_bytes_per_s is not None:
-        yield "  pinned copies", f"{_gigabytes(device.host_link.copy_bytes_per_s)} each way", ""
+            if what == "host" and link.measured_copy_bytes_per_s is not None:
+                yield "  copies of pinned memory", f"{_gigabytes(link.copy_bytes_per_s)} each way", ""
     yield "devices to a node", str(device.ranks_per_node), "links.ranks_per_node"
     if device.compute_capability is not None:
         yield "compute capability", ".".join(map(str, device.compute_capability)), "compute.capability"
