@@ -181,3 +181,14 @@ def test_one_rank_is_not_told_to_shard() -> None:
 def test_a_cpu_has_no_other_memory(ranks: int) -> None:
     step = Step(Weights, memfit.spec((8, WIDTH)), optimizer=torch.optim.AdamW)
     assert levers(case_of(step, ranks, target="cpu")) == {}
+
+
+def test_activations_on_the_host_are_a_lever_beside_a_plan_that_was_not_free_to_offload() -> None:
+    step = Step(Waves, memfit.spec((64, WIDTH)), optimizer=torch.optim.SGD)
+    found = []
+    for granted in (None, "1GiB"):
+        aim = Target.parse(H100, host_memory=granted)
+        report = Report.of(memfit.plan(step, target=aim, progress=False), step)
+        case = Case(report=report, step=step, cost=Roofline.of(aim), budget_bytes=aim.usable_bytes)
+        found.append("activations on the host" in levers(case))
+    assert found == [True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -226,3 +227,21 @@ def test_a_search_with_a_cutoff_finds_the_optimum_below_it_or_proves_that_there_
         assert found.bound_ms >= min(cutoff_ms, math.inf if expected is None else expected) - 2 * SAME_MS
     if expected is not None:
         assert found.bound_ms <= expected + SAME_MS
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.one_of(programs(), programs(layers=True), programs_of_two_passes()), st.sampled_from([0.3, 0.9, 0.999]))
+def test_a_cutoff_below_the_optimum_is_proven_without_an_integer_program(program: Program, part: float) -> None:
+    expected = best_by_trying_all(program)
+    if not expected:
+        return
+
+    def never(*_: object) -> None:
+        raise AssertionError("the dynamic program has proven it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memfit.solve.search._by_milp", never)
+        patch.setattr("memfit.solve.search._by_classes", never)
+        found = search(program, cutoff_ms=part * expected)
+    assert found.status in (Status.FEASIBLE, Status.UNKNOWN, Status.OPTIMAL)
+    assert part * expected - 2 * SAME_MS <= found.bound_ms <= expected + SAME_MS

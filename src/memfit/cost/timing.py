@@ -83,7 +83,7 @@ class OpTimer:
                 return function(*args, **kwargs)
 
             def prepare() -> None:
-                if "_grouped_mm" in op.name:
+                if op.name.split(".")[1] == "_grouped_mm" and len(tensors) > 2:
                     _move_ends(tensors[2])
 
             run()

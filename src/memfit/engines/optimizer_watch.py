@@ -27,10 +27,10 @@ class OptimizerWatch:
     """Calls a function after every step of any optimizer, until it is removed or `owner` is gone."""
 
     def __init__(self, watcher: Watcher, owner: object) -> None:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_after_step))
         number = next(_numbers)
         _watchers[number] = watcher
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
         self._release = weakref.finalize(owner, _watchers.pop, number, None)
 
     def remove(self) -> None:
@@ -41,5 +41,5 @@ class OptimizerWatch:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for watcher in tuple(_watchers.values()):
+    for watcher in list(_watchers.values()):  # a list is there before its iterator is: no collection comes between
         watcher(optimizer)

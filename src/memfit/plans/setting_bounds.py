@@ -187,8 +187,8 @@ class SettingBounds:
             if more_bytes == 0:
                 self._relaxed[key] = _least_added_ms(answer)
             elif answer.solved.recompute_ms > 0.0:
-                solved = solve(answer.problem, self.budget_bytes + more_bytes)
-                self._relaxed[key] = math.inf if solved.choice is None else solved.bound_ms
+                solved = solve(answer.problem, self.budget_bytes + more_bytes, minimum=False)
+                self._relaxed[key] = math.inf if solved.status is Status.INFEASIBLE else solved.bound_ms
         return self._relaxed[key]
 
     def _fewer_parts(self, parts: int) -> int:

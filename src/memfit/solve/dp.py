@@ -132,8 +132,8 @@ class DynamicProgram:
         time = bound = 0.0
         whole = True
         others = self.bound_ms(budget_bytes)
-        if math.isinf(others):
-            return DpSolution(choice=None, time_ms=math.inf, bound_ms=math.inf)
+        if math.isinf(others) or others >= cutoff_ms:
+            return DpSolution(choice=None, time_ms=math.inf, bound_ms=others)
         choice = np.full(self.candidate_count, NO_INDEX, np.int64)
         for each in self.passes:
             before = bound
@@ -576,7 +576,7 @@ def solve_pass(
             watch(bound)
         if labels.lost >= labels.best - gap * bound:
             break
-    return PassSolution(picks=picks, time=time, bound=min(bound, labels.best))
+    return PassSolution(picks=picks, time=time, bound=min(bound, time))
 
 
 def _time_of(nodes: Sequence[UnitNode], picks: dict[int, int]) -> int:

@@ -109,8 +109,7 @@ def search(
         if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     if bound_ms >= cutoff_ms - SAME_MS:
-        status = Status.UNKNOWN if best is None else Status.FEASIBLE
-        return _result(program, best, status, bound_ms, began, rows, columns)
+        return _result(program, best, _unproven(best), bound_ms, began, rows, columns)
     class_bound_ms, plans, rows, columns = _by_classes(program, limits, began, lambda heard: tell(heard.bound, best_ms))
     if class_bound_ms is None:
         return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -120,7 +119,14 @@ def search(
         best_ms = program.recompute_ms(best)
         if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
+    if bound_ms >= cutoff_ms - SAME_MS:
+        return _result(program, best, _unproven(best), bound_ms, began, rows, columns)
     return _by_milp(program, limits, best, bound_ms, began, watch)
+
+
+def _unproven(best: Choice | None) -> Status:
+    """Return the status of a search that ends without a proof."""
+    return Status.UNKNOWN if best is None else Status.FEASIBLE
 
 
 def _search_folded(

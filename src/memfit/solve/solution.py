@@ -440,13 +440,12 @@ def solve(
         left = max(0.1, limits.time_limit_s - (time.perf_counter() - began))
         # raised levels are another dynamic program, and so are folded micro-batches
         dp = None if tightened or problem.micro_batches else lambda: problem.dynamic_program
-        outcome = search(
-            program, replace(limits, time_limit_s=left), start=start, watch=watch, dp=dp, cutoff_ms=cutoff_ms
-        )
+        cutoff = math.inf if tightened else cutoff_ms  # raised levels prove nothing of the program
+        outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch, dp=dp, cutoff_ms=cutoff)
         if not tightened:
             bound_ms = outcome.bound_ms  # raised levels cut off more than the plan that was too high
-        if outcome.choice is None and outcome.status is Status.UNKNOWN and outcome.bound_ms >= cutoff_ms - SAME_MS:
-            return _cut_off(budget_bytes, outcome, tightened, began)
+        if outcome.choice is None and outcome.status is Status.UNKNOWN and outcome.bound_ms >= cutoff - SAME_MS:
+            return _cut_off(budget_bytes, outcome, began)
         if outcome.choice is None or tightened > _TIGHTENINGS:
             return _without_plan(problem, budget_bytes, outcome, tightened, began, minimum=minimum)
         chosen = tuple(program.chosen(outcome.choice))
@@ -476,7 +475,7 @@ def minimum_budget_bytes(problem: Problem) -> int | None:
     return None if problem.min_budget is None else problem.min_budget.peak_bytes
 
 
-def _cut_off(budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
+def _cut_off(budget_bytes: int, outcome: SearchResult, began: float) -> Solved:
     """Return what is known where no plan adds less than was asked for, and none was found that adds more."""
     return Solved(
         status=Status.UNKNOWN,
@@ -489,7 +488,7 @@ def _cut_off(budget_bytes: int, outcome: SearchResult, tightened: int, began: fl
         seconds=time.perf_counter() - began,
         rows=outcome.rows,
         columns=outcome.columns,
-        tightened=tightened,
+        tightened=0,
         minimum_budget_bytes=None,
     )
 

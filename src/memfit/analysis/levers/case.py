@@ -98,7 +98,11 @@ class Case:
     @property
     def decided(self) -> frozenset[str]:
         """The kinds of decisions that the plan was free to take: what it left has no place among the levers."""
-        return frozenset() if self.report.plan is None else frozenset(self.report.problem.options.decided)
+        if self.report.plan is None:
+            return frozenset()
+        problem = self.report.problem
+        granted = problem.offload_link is not None
+        return frozenset(kind for kind in problem.options.decided if kind != "offload" or granted)
 
     @property
     def hopeless(self) -> bool:
