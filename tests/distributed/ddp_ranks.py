@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,6 +115,9 @@ def _measured(name: str, case: Case) -> dict[str, Any]:
         state = [each for held in optimizer.state.values() for each in held.values() if isinstance(each, torch.Tensor)]
         state_bytes = sum(each.untyped_storage().nbytes() for each in state)
         del state
+        for _ in range(2):  # a thread of Gloo's may hold a bucket until its next collective, and free it unseen
+            dist.barrier()
+        time.sleep(0.1)
         with torch.profiler.record_function(f"{STEP}end"):
             del wrapped, optimizer
             gc.collect()

@@ -21,7 +21,8 @@ def test_two_ranks_measure_the_same_figures_of_ops_collectives_and_engines(two_r
     assert first.ranks == 2 and first.link is not None and len(first.link.collectives) == 4
     assert {each.kind for each in first.link.collectives} < {each.value for each in Collective}
     assert first.long_run is not None and first.long_run_half is not None and first.efficiency.half
-    assert [each.engine for each in first.engines] == ["fsdp2", "sharded"]
+    engines = {each.engine for each in first.engines}  # in 16 bits where steps took longer than their ops
+    assert {"fsdp2", "sharded"} <= engines <= {"fsdp2", "fsdp2-half", "sharded", "sharded-half"}
     device = load_device(str(first.save(tmp_path / "two-ranks.toml")))
     for written, measured in zip(device.engines, first.engines, strict=True):
         assert dataclasses.astuple(written)[1:] == pytest.approx(dataclasses.astuple(measured)[1:], rel=1e-4)
