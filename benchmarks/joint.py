@@ -81,10 +81,10 @@ class Comparison:
         found: Plans = [(OFFLOADED, None, self._all_offloaded())]
         for budget in self.budgets:
             found.append((JOINT, budget, self._plan(budget, SolveOptions(decide=("loss", "offload")))))
-            found.append((ALONE, budget, self._plan(budget, SolveOptions())))
+            found.append((ALONE, budget, self._plan(budget, SolveOptions(decide=()))))
             found.append((OFFLOAD_FIRST, budget, self._offload_first(budget)))
             if find_chunkable(self.runtime.trace) is not None:
-                found.append((LOSS_FIRST, budget, self._plan(budget, SolveOptions(loss_chunks=CHUNKS))))
+                found.append((LOSS_FIRST, budget, self._plan(budget, SolveOptions(decide=(), loss_chunks=CHUNKS))))
         return found
 
     def prepare(self, plans: Plans) -> None:

@@ -1,20 +1,23 @@
 """Joint plans on two ranks over Gloo, with both engines, against planning less, in parts, and by hand.
 
-What `joint.py` does in one process, for sharded steps: one thread a rank, links and disk calibrated by all ranks at
-once (`torchrun -m memfit calibrate`), plans by rank 0, steps of all methods by turns behind a barrier, the slowest rank
-counts, medians. Budgets lie between the smallest that checkpointing alone can meet and what the sharded step needs.
+What `joint.py` does in one process, for sharded steps: one thread a rank, ops, links, engines and disk calibrated by
+all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, steps of all methods by turns behind a barrier, the
+slowest rank counts, medians. Budgets lie between the smallest that checkpointing alone can meet and what the sharded
+step needs. `--folder` keeps the calibration and what was found; what is there is not done again.
 
 - joint: `decide=("loss", "offload", "reshard", "prefetch")`
 - checkpointing: the plan that recomputes and nothing else, resharding always
 - kept first: no unit is resharded after its forward, then checkpointing; loss first: 16 chunks, then checkpointing
 - every block: all blocks checkpointed, resharding always; it takes no budget and counts where it fits
 
-Peaks and gradients of the joint plans are verified on both ranks. `--quick` is a smoke test with tiny models.
+Peaks and gradients of the joint plans are verified on both ranks; times in brackets are predicted. `--quick` is a smoke
+test with tiny models.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -24,6 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +39,24 @@ from quality.models import CASES, Case
 from torch import nn
 
 import memfit
+from memfit.capture import find_chunkable
 from memfit.cost import calibrate_on_ranks
 from memfit.plans import Plan
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import MiB
+from memfit.verify import calibrate_engines
 
 RANKS = 2
-PARTS = (0.1, 0.5)
+PARTS = (0.0, 0.25, 0.5, 0.75)
 ENGINES = ("fsdp2", "sharded")
-SHAPES = {"llama": {"vocabulary": 4096, "batch": 2}, "gpt2": {"vocabulary": 4096, "batch": 2}}
-JOINT, EVERY = "joint", "every block"
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": {"vocabulary": 4096, "batch": 2},
+    "gpt2": {"vocabulary": 4096, "batch": 2},
+    "vit": {"batch": 16},
+    "unet": {},
+}
+JOINT, LOSS_FIRST, EVERY = "joint", "loss first", "every block"
 
 
 def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
@@ -56,7 +67,7 @@ def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
         JOINT: SolveOptions(shard=shard, decide=("loss", "offload", "reshard", "prefetch")),
         "checkpointing": SolveOptions(shard=shard, decide=()),
         "kept first": SolveOptions(shard=kept, decide=()),
-        "loss first": SolveOptions(shard=shard, decide=(), loss_chunks=16),
+        LOSS_FIRST: SolveOptions(shard=shard, decide=(), loss_chunks=16),
         EVERY: SolveOptions(shard=shard, decide=(), force=blocks),
     }
 
@@ -68,6 +79,8 @@ def make_plans(case: Case, engine: str, target: str) -> list[tuple[str, int | No
     tight = memfit.plan(case.step(), budget="1KiB", options=ways["checkpointing"], **asked)
     least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
     assert least is not None
+    if find_chunkable(memfit.trace(case.step(), target="cpu")) is None:
+        del ways[LOSS_FIRST]
     found = [(EVERY, None, memfit.plan(case.step(), options=ways[EVERY], **asked).to_json())]
     for part in PARTS:
         budget = int(least + part * (most - least))
@@ -110,39 +123,45 @@ def work(arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
     folder, target = Path(arguments.folder), "cpu-2-ranks"
-    calibration = calibrate_on_ranks(name=target, progress=False)
-    if dist.get_rank() == 0:
-        calibration.save(folder / f"{target}.toml")
+    if not (folder / f"{target}.toml").exists():
+        calibration = calibrate_engines(calibrate_on_ranks(name=target))
+        if dist.get_rank() == 0:
+            calibration.save(folder / f"{target}.toml")
     dist.barrier()
-    rows = []
-    for name in arguments.models:
-        for engine in arguments.engines:
-            case = CASES[name](arguments.quick, **SHAPES[name])
-            told = [make_plans(case, engine, target) if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(told)
-            made = [(method, budget, Plan.from_json(text)) for method, budget, text in told[0] or ()]
-            checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
-            keys = [_key(plan) for _, _, plan in made]
-            different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}
-            measured = measure([trained(case, plan) for plan in different.values()], arguments.rounds)
-            of_key = dict(zip(different, measured, strict=True))
-            times = [of_key[key] for key in keys]
-            rows.append(
-                {
-                    "model": name,
-                    "engine": engine,
-                    "runs": [
-                        (method, budget, ms, plan.predicted.peak_bytes if plan.predicted else 0, _does(plan))
-                        for (method, budget, plan), ms in zip(made, times, strict=True)
-                    ],
-                    "ok": [found.ok for found in checks],
-                    "peaks": [max(each.peak.measured_bytes for each in found.ranks) for found in checks],
-                }
-            )
-    if dist.get_rank() == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
+    for name, engine in product(arguments.models, arguments.engines):
+        file = folder / f"joint-{name}-{engine}.json"
+        if not file.exists():
+            row = compare(CASES[name](arguments.quick, **SHAPES[name]), engine, target, arguments.rounds)
+            dist.barrier()  # every rank has seen that the file is not there
+            if dist.get_rank() == 0:
+                file.write_text(json.dumps(row))
+                show([row])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]:
+    """Plan one model on one engine in every way, verify the joint plans and measure all."""
+    told = [make_plans(case, engine, target) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    made = [(method, budget, Plan.from_json(text)) for method, budget, text in told[0] or ()]
+    checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
+    keys = [_key(plan) for _, _, plan in made]
+    different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}
+    measured = measure([trained(case, plan) for plan in different.values()], rounds)
+    of_key = dict(zip(different, measured, strict=True))
+    predicted = [(plan.predicted.peak_bytes, plan.predicted.step_ms) for _, _, plan in made if plan.predicted]
+    return {
+        "model": case.name,
+        "engine": engine,
+        "runs": [
+            (method, budget, of_key[key], *figures, _does(plan))
+            for (method, budget, plan), key, figures in zip(made, keys, predicted, strict=True)
+        ],
+        "ok": [found.ok for found in checks],
+        "findings": [each for found in checks for each in found.findings],
+        "peaks": [max(each.peak.measured_bytes for each in found.ranks) for found in checks],
+    }
 
 
 def _key(plan: Plan) -> bytes:
@@ -159,19 +178,19 @@ def show(rows: list[dict[str, Any]]) -> list[float]:
     """Print each point; return the ratios."""
     ratios = []
     for row in rows:
-        print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}, bits or sums as planned")
-        for place, (_, budget, ours, _, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
+        print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}", *row["findings"], sep="; ")
+        for place, (_, budget, ours, _, expected, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
             others = {
-                method: ms
-                for method, own, ms, peak, _ in row["runs"]
+                method: (ms, predicted)
+                for method, own, ms, peak, predicted, _ in row["runs"]
                 if method != JOINT and (own == budget or (own is None and peak <= budget))
             }
             best = min(others, key=others.__getitem__)
-            ratios.append(others[best] / ours)
-            shown = ", ".join(f"{method} {ms:.0f}" for method, ms in others.items())
+            ratios.append(others[best][0] / ours)
+            shown = ", ".join(f"{method} {ms:.0f} [{predicted:.0f}]" for method, (ms, predicted) in others.items())
             within = row["peaks"][place] <= budget
-            print(f"  {budget / MiB:7.1f} MiB: joint {ours:.0f} ms ({does}); {shown}; {best} {ratios[-1]:.3f}")
-            print(f"    measured peak {row['peaks'][place] / MiB:.1f} MiB{'' if within else ' ABOVE THE BUDGET'}")
+            print(f"  {budget / MiB:7.1f} MiB: joint {ours:.0f} [{expected:.0f}] ms ({does}); {shown}; ", end="")
+            print(f"{best} {ratios[-1]:.3f}; peak {row['peaks'][place] / MiB:.1f} MiB{'' if within else ' ABOVE'}")
     return ratios
 
 
@@ -181,16 +200,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="tiny models")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="where the calibration and what was found are kept")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         work(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": folder}
-        subprocess.run([*command, __file__, *sys.argv[1:], "--folder", folder], check=True, env=environment)
-        rows = json.loads(Path(folder, "rows.json").read_text())
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": str(folder)}
+        subprocess.run([*command, __file__, *sys.argv[1:], "--folder", str(folder)], check=True, env=environment)
+        pairs = product(arguments.models, arguments.engines)
+        rows = [json.loads((folder / f"joint-{name}-{engine}.json").read_text()) for name, engine in pairs]
     ratios = show(rows)
     print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")
     print(f"least: {min(ratios):.3f}, median {statistics.median(ratios):.3f} (must be at least 1)")

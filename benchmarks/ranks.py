@@ -4,7 +4,8 @@ For each, every rank's peak is measured beside the predicted one and the budget,
 bit for bit with the step on the same engine without it. `--parts` says what is done: `calibrate` measures each number
 of ranks, all at once (as `torchrun -m memfit calibrate` does), `plan` plans, `peaks` verifies plans, `predict` works
 their times out again by the calibration that is there, and `times` measures steps with and without the plan by turns,
-in rounds over all cases, which mean something on a quiet machine only. `--folder` keeps what was found, for the next
+in rounds over all cases, which mean something on a quiet machine only. A first round warms the processes up and is not
+counted: oneDNN generates code for shapes that a process has not met. `--folder` keeps what was found, for the next
 part. `python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
 """
 
@@ -180,11 +181,11 @@ def work(arguments: argparse.Namespace) -> None:
                 note(folder, case, found)
     if "times" in arguments.parts:
         planned = [case for case in cases if case.file(folder).exists()]
-        for number, case in product(range(arguments.rounds), planned):
+        for number, case in product(range(1 + arguments.rounds), planned):
             plan = known_plan(case, folder)
             order = 1 if number % 2 else -1  # where a model lies in memory changes its time: both come first in turn
             under_plan, plain = time_ms(case, (plan, unplanned(plan))[::order], arguments.steps)[::order]
-            if dist.get_rank() == 0:
+            if number and dist.get_rank() == 0:
                 note(folder, case, add_round(case, folder, {"rounds_ms": under_plan, "plain_rounds_ms": plain}))
     dist.barrier()
     dist.destroy_process_group()
@@ -352,7 +353,7 @@ def main() -> None:
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--parts", nargs="+", default=["peaks"], choices=PARTS, help="what to do; times need peaks")
     parser.add_argument("--times", action="store_true", help="all parts")
-    parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="over all cases that count, where times are measured")
     parser.add_argument("--steps", type=int, default=2, help="of a turn; two turns make a round")
     parser.add_argument("--folder", type=Path, help="where calibration and results are kept, to go on with later")
     parser.add_argument("--json", type=Path)

@@ -22,7 +22,7 @@ from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.plans import settings as plan_settings
 from memfit.plans.decisions import find_decisions
-from memfit.plans.joint import JointSearch
+from memfit.plans.joint import WORTH, JointSearch
 from memfit.plans.settings import Answer, Setting
 from memfit.sharding import FlatOptions, Schedule, Sharding, ShardOptions, UnitOptions, shard, transfer_times
 from memfit.solve import DECISIONS, Limits, Problem, SolveOptions, solve
@@ -118,7 +118,7 @@ def check_against_every_setting(instance: Instance) -> None:
     nodes = joint.nodes()
     rough = {node: joint.bounds.rough_ms(*node) for node in nodes}
     early = {node: joint.bounds.before_capture_ms(*node, 1) for node in nodes}
-    every = instance.search()
+    every = instance.search(worth=0.0)
     fastest = every.first.step_ms
     for variant, family in nodes:
         smallest = every.bounds.answer(Setting(variant=variant, shard=family.least))
@@ -137,6 +137,9 @@ def check_against_every_setting(instance: Instance) -> None:
     found = joint.run()
     assert abs(found.step_ms - fastest) <= SAME_MS
     assert found.solved.replay is None or found.solved.replay.peak_bytes <= joint.budget_bytes
+    usual = instance.search(together=10**6).run()
+    assert fastest - SAME_MS <= usual.step_ms <= fastest * (1 + WORTH) + SAME_MS
+    assert usual.solved.gap == 0.0
     rounds = instance.search(together=0).run()
     assert rounds.step_ms <= every.first.step_ms + SAME_MS
 
@@ -197,6 +200,25 @@ def test_a_setting_is_found_that_fits_where_the_step_as_it_is_does_not() -> None
     found = joint.run()
     assert found.solved.choice is not None
     assert found.step_ms == pytest.approx(instance.search(worth=0.0, together=10**6).run().step_ms)
+
+
+def test_an_answer_that_was_cut_off_is_solved_again_only_where_more_is_asked() -> None:
+    """It says no more than its cutoff: a lower one is known to hold, a higher one and none are not."""
+    joint = Instance(width=512, depth=3, classes=100, rows=4, ranks=4, part=0.0).search(worth=0.0)
+    bounds, setting = joint.bounds, Setting(shard=replace(joint.first.problem.options.shard, keep_last=1))
+    optimum_ms = solve(joint.problems.of(setting), joint.budget_bytes).recompute_ms  # type: ignore[arg-type]
+    assert optimum_ms > 0.0
+    cut = bounds.answer(setting, cutoff_ms=0.5 * optimum_ms)
+    assert cut is not None and bounds.is_cut_off(setting)
+    assert cut.solved.bound_ms >= 0.5 * optimum_ms - SAME_MS
+    assert bounds.answer(setting, cutoff_ms=0.25 * optimum_ms) is cut
+    higher = bounds.answer(setting, cutoff_ms=0.75 * optimum_ms)
+    assert higher is not None and bounds.is_cut_off(setting)
+    assert higher.solved.bound_ms >= 0.75 * optimum_ms - SAME_MS
+    whole = bounds.answer(setting)
+    assert whole is not None and not bounds.is_cut_off(setting)
+    assert whole.solved.recompute_ms == pytest.approx(optimum_ms)
+    assert bounds.answer(setting, cutoff_ms=0.5 * optimum_ms) is whole
 
 
 def test_of_equal_units_the_last_are_the_ones_to_keep() -> None:

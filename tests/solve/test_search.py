@@ -245,3 +245,28 @@ def test_a_cutoff_below_the_optimum_is_proven_without_an_integer_program(program
         found = search(program, cutoff_ms=part * expected)
     assert found.status in (Status.FEASIBLE, Status.UNKNOWN, Status.OPTIMAL)
     assert part * expected - 2 * SAME_MS <= found.bound_ms <= expected + SAME_MS
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.one_of(programs(), programs(layers=True), programs_of_two_passes(), unmirrored_programs()),
+    st.sampled_from([0.01, 0.2, 1.0]),
+    st.sampled_from([0.5, 1.1, math.inf]),
+)
+def test_a_plan_within_the_slack_is_good_enough_and_its_bound_is_true(
+    program: Program, part: float, cutoff_part: float
+) -> None:
+    """Also with a cutoff, to which the slack does not apply: it is proven that no plan is below, or one is found."""
+    expected = best_by_trying_all(program)
+    slack_ms = part * (expected or 1.0)
+    cutoff_ms = cutoff_part * (expected or 1.0)
+    found = search(program, Limits(slack_ms=slack_ms), cutoff_ms=cutoff_ms)
+    if expected is None:
+        assert found.choice is None
+        return
+    assert found.bound_ms <= expected + SAME_MS
+    if cutoff_part < 1.0:
+        assert found.bound_ms >= cutoff_ms - 2 * SAME_MS or found.recompute_ms <= found.bound_ms + slack_ms + SAME_MS
+        return
+    assert found.choice is not None and holds(program, found.choice)
+    assert found.recompute_ms <= expected + slack_ms + SAME_MS

@@ -87,6 +87,7 @@ def _against(joint: JointSearch, kind: str, what: str, other: Setting) -> list[D
     without = joint.bounds.answer(other)
     if without is None:
         return []
+    without = joint.bounds.exact(without)
     here = joint.best.problem
     saves = without.problem.replay(()).peak_bytes - here.replay(()).peak_bytes
     without_ms = None if without.solved.choice is None else without.step_ms

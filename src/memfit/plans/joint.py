@@ -12,7 +12,8 @@ setting that is solved:
    with more budget for a variant that saves memory, by as much as it can save (`setting_bounds.py`).
 2. *Captured.* The same two of the variant itself.
 3. *A member*: its time when nothing is recomputed, and what the family's smallest adds, or the convex bound of its own
-   dynamic program (dp.py, recurrence 5). Then it is solved.
+   dynamic program (dp.py, recurrence 5). Then it is solved, as far as it may be of use (`cutoff_ms`) and up to a little
+   (`_SLACK`).
 
 Where the plain solve does not fit, a setting that does is looked for first, or the one that needs least
 (`least_budget.py`).
@@ -21,8 +22,8 @@ The search ends when no node may gain `WORTH` of the step; where nothing but the
 enough. Up to `TOGETHER` nodes are in one queue, and the answer is the best of all settings, within `WORTH`.
 More are looked at in rounds: the optimizer's step, then micro-batches and chunks of the loss together, sharded as the
 best so far; then units, replicas, prefetch and where shards are, one after the other, each with all ways to reshard;
-and again until nothing changes. The gap of the answer is the solver's. At the time limit of the options the search ends
-as well; then `bound_ms` says what nodes that are left might take.
+and again until nothing changes. The answer is solved to the end; its gap is the solver's. At the time limit of the
+options the search ends as well; then `bound_ms` says what nodes that are left might take.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ from memfit.plans.settings import (
     is_reached,
 )
 from memfit.sharding import ShardOptions
-from memfit.solve import Problem
+from memfit.solve import Status
 
 WORTH = 1e-3
 """A setting is looked at only if its bound is lower than the best by this part of the step."""
+_SLACK = 0.25
+"""While settings are compared, they are solved up to this part of what is worth looking at; the best to the end."""
 TOGETHER = 40
 """Up to so many variants times families are searched together."""
 
@@ -106,7 +109,7 @@ class JointSearch:
         self.kinds = frozenset(kinds)
         self.budget_bytes = first.solved.budget_bytes
         self.problems = SettingProblems(first.problem, step, cost, early)
-        self.bounds = SettingBounds(self.problems, first)
+        self.bounds = SettingBounds(self.problems, first, slack=_SLACK * worth)
         self.bound_ms = math.inf
         self._worth, self._together = worth, together
         self._began = time.perf_counter()
@@ -162,13 +165,18 @@ class JointSearch:
         """
         self._began = time.perf_counter()
         self.bound_ms = math.inf
+        self._search()
+        self.best = self.bounds.exact(self.best)
+        return self.best
+
+    def _search(self) -> None:
         if self.best.solved.choice is None:
             self.best = find_least_budget(self.bounds, self.best, self.nodes(), lambda: self.is_late)
             if self.best.solved.choice is None:
-                return self.best
+                return
         if len(self.nodes()) <= self._together:
             self._explore(self.nodes())
-            return self.best
+            return
         before = None
         while before is not self.best and not self.is_late:
             before = self.best
@@ -182,7 +190,6 @@ class JointSearch:
                 around = self._family.place[:place], self._family.place[place + 1 :]
                 alike = (each for each in self._families if (each.place[:place], each.place[place + 1 :]) == around)
                 self._explore([(self.best.setting.variant, family) for family in alike])
-        return self.best
 
     @property
     def _family(self) -> Family:
@@ -242,7 +249,7 @@ class JointSearch:
                     added_ms = max(self.bounds.added_ms(setting), problem.bound_ms(self.budget_bytes))
                     yield replace(node, stage=1), max(bound_ms, base_ms(problem) + added_ms)
                 return
-            self._take(self._answer(node, setting, self.problems.of(setting)))
+            self._take(self._answer(node, setting))
             return
         captured = self.problems.is_captured(variant)
         if not captured:
@@ -268,20 +275,21 @@ class JointSearch:
         fastest = self.problems.of(Setting(variant=variant, shard=family.most))
         if fastest is None:
             return
-        smallest = self._answer(node, Setting(variant=variant, shard=family.least), fastest)
+        smallest = self._answer(node, Setting(variant=variant, shard=family.least))
         self._take(smallest)
-        if smallest is None or smallest.solved.choice is None:
+        if smallest is None or smallest.solved.status is Status.INFEASIBLE:
             return
         for member in family.members[1:]:
             added_ms = self.bounds.added_ms(Setting(variant=variant, shard=member))
             least_ms = max(bound_ms, base_ms(fastest) + added_ms)
             yield replace(node, stage=0, member=member, is_member=True), least_ms
 
-    def _answer(self, node: _Node, setting: Setting, fastest: Problem | None) -> Answer | None:
-        """Solve a setting as far as it, or a member of its family that takes no less than `fastest`, may be of use."""
-        if fastest is None:
+    def _answer(self, node: _Node, setting: Setting) -> Answer | None:
+        """Solve a setting as far as it may be of use."""
+        problem = self.problems.of(setting)
+        if problem is None:
             return None
-        return self.bounds.answer(setting, cutoff_ms=self._enough_ms(node) - base_ms(fastest))
+        return self.bounds.answer(setting, cutoff_ms=self._enough_ms(node) - base_ms(problem))
 
     def _take(self, found: Answer | None) -> None:
         if found is not None and not self.bounds.is_cut_off(found.setting) and found.better_than(self.best):

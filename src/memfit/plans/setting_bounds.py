@@ -48,10 +48,14 @@ _NUMBER_BYTES, _COUNTER_BYTES = 8, 512
 
 
 class SettingBounds:
-    """Bounds from the problems that are there, and the answers that they come from."""
+    """Bounds from the problems that are there, and the answers that they come from.
 
-    def __init__(self, problems: SettingProblems, first: Answer) -> None:
+    Answers may be slower than the best of their setting by a part of the step, `slack`; `exact` makes one the best.
+    """
+
+    def __init__(self, problems: SettingProblems, first: Answer, slack: float = 0.0) -> None:
         self.problems, self.first = problems, first
+        self._limits = replace(first.problem.options.limits, slack_ms=slack * base_ms(first.problem))
         self.budget_bytes = first.solved.budget_bytes
         self.answers: dict[Setting, Answer] = {first.setting: first}
         self.minimums: dict[Setting, int] = {}
@@ -79,7 +83,14 @@ class SettingBounds:
             if problem is None:
                 return None
             start = None if known is None else known.solved.choice
-            solved = solve(problem, self.budget_bytes, start=start, minimum=minimum, cutoff_ms=cutoff_ms)
+            solved = solve(
+                problem,
+                self.budget_bytes,
+                start=start,
+                minimum=minimum,
+                cutoff_ms=cutoff_ms,
+                limits=self._limits,
+            )
             self.answers[setting] = Answer(problem=problem, solved=solved, setting=setting)
             self._cut_off_ms.pop(setting, None)
             if solved.status in (Status.FEASIBLE, Status.UNKNOWN) and solved.bound_ms >= cutoff_ms - LEAST_GAIN_MS:
@@ -87,6 +98,14 @@ class SettingBounds:
             if solved.status is Status.INFEASIBLE:
                 self.minimums[setting] = max(self.budget_bytes + 1, self.minimums.get(setting, 0))
         return self.answers[setting]
+
+    def exact(self, answer: Answer) -> Answer:
+        """Return the best answer of a setting, from one that may be a little slower."""
+        if answer is self.first or answer.solved.choice is None or answer.solved.gap == 0.0:
+            return answer
+        solved = solve(answer.problem, self.budget_bytes, start=answer.solved.choice, minimum=False)
+        found = self.answers[answer.setting] = replace(answer, solved=solved)
+        return found
 
     def is_cut_off(self, setting: Setting) -> bool:
         """Return whether the answer of a setting says no more than that its plans add too much."""
@@ -187,7 +206,8 @@ class SettingBounds:
             if more_bytes == 0:
                 self._relaxed[key] = _least_added_ms(answer)
             elif answer.solved.recompute_ms > 0.0:
-                solved = solve(answer.problem, self.budget_bytes + more_bytes, minimum=False)
+                more_budget = self.budget_bytes + more_bytes
+                solved = solve(answer.problem, more_budget, minimum=False, limits=self._limits)
                 self._relaxed[key] = math.inf if solved.status is Status.INFEASIBLE else solved.bound_ms
         return self._relaxed[key]
 

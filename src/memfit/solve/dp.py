@@ -117,6 +117,7 @@ class DynamicProgram:
         budget_bytes: int,
         *,
         gap: float = 0.0,
+        slack_ms: float = 0.0,
         deadline: float = math.inf,
         widths: Sequence[int] = WIDTHS,
         start: Choice | None = None,
@@ -141,6 +142,7 @@ class DynamicProgram:
                 each,
                 budget_bytes,
                 gap=gap,
+                slack=slack_ms * PICOSECONDS / len(self.passes),
                 deadline=deadline,
                 widths=widths,
                 start=None if start is None else _picks_within(each.nodes, start),
@@ -547,6 +549,7 @@ def solve_pass(
     budget_bytes: int,
     *,
     gap: float = 0.0,
+    slack: float = 0.0,
     deadline: float = math.inf,
     widths: Sequence[int] = WIDTHS,
     start: Picks | None = None,
@@ -555,8 +558,8 @@ def solve_pass(
 ) -> PassSolution:
     """Return the best plan of a pass, proven unless that takes a wider beam than the last, or more time.
 
-    Times are in picoseconds. `start` is a plan that holds every requirement. Plans of `cutoff` or more are not looked
-    for. `watch` hears the bound after each run.
+    Proven up to a part of its time, `gap`, or up to `slack`. Times are in picoseconds. `start` is a plan that holds
+    every requirement. Plans of `cutoff` or more are not looked for. `watch` hears the bound after each run.
     """
     first, after = each.bounds
     labels = _LabelSetting(each.nodes, after, each.subtree_plans, budget_bytes, deadline)
@@ -574,7 +577,8 @@ def solve_pass(
         bound = max(bound, min(labels.lost, labels.best))
         if watch is not None:
             watch(bound)
-        if labels.lost >= labels.best - gap * bound:
+        enough = max(gap * bound, slack) if time <= cutoff else 0.0  # of a plan that was found, not of the cutoff
+        if labels.lost >= labels.best - enough:
             break
     return PassSolution(picks=picks, time=time, bound=min(bound, time))
 

@@ -64,15 +64,21 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a solve may stop: the gap it must prove, a part of the added time, and the seconds it may take."""
+    """When a solve may stop: the gap it must prove, a part of the added time, and the seconds it may take.
+
+    `slack_ms` is a gap in time: a plan is good enough where none adds so much less.
+    """
 
     gap: float = 0.0
+    slack_ms: float = 0.0
     time_limit_s: float = 60.0
     threads: int = 1
 
     def __post_init__(self) -> None:
         if not _is_number(self.gap) or not 0 <= self.gap <= 1:
             raise InputError(f"Limits.gap is {self.gap!r}; write a part from 0 to 1, 0.01 for 1 %")
+        if not _is_number(self.slack_ms) or not self.slack_ms >= 0:
+            raise InputError(f"Limits.slack_ms is {self.slack_ms!r}; write milliseconds, 0.0 for the best plan")
         if not _is_number(self.time_limit_s) or not self.time_limit_s >= 0:
             raise InputError(
                 f"Limits.time_limit_s is {self.time_limit_s!r}; write seconds, such as 60.0, or math.inf for no limit"

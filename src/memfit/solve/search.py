@@ -95,7 +95,7 @@ def search(
 
     def is_proven(best_ms: float, bound_ms: float) -> bool:
         tell(bound_ms, best_ms)
-        return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms
+        return best_ms <= bound_ms + SAME_MS + max(limits.gap * bound_ms, limits.slack_ms)
 
     found = DynamicProgram.of(program) if dp is None else dp()
     bound_ms, choice = (0.0, None) if found is None else _by_dp(program, found, limits, began, best, cutoff_ms, tell)
@@ -147,7 +147,8 @@ def _search_folded(
             tell(replace(incumbent, objective=incumbent.objective * count, bound=incumbent.bound * count))
 
     first = None if start is None else start[list(micro_batches.members[-1])]
-    found = search(fold(program, micro_batches), limits, start=first, watch=heard, cutoff_ms=cutoff_ms / count)
+    each = replace(limits, slack_ms=limits.slack_ms / count)
+    found = search(fold(program, micro_batches), each, start=first, watch=heard, cutoff_ms=cutoff_ms / count)
     choice = None if found.choice is None else spread(micro_batches, found.choice, len(program.candidates))
     recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
     proven = found.recompute_ms <= found.bound_ms + SAME_MS
@@ -174,7 +175,13 @@ def _by_dp(
     """
     deadline = began + limits.time_limit_s
     found = dp.solve(
-        program.budget_bytes, gap=limits.gap, deadline=deadline, start=start, cutoff_ms=cutoff_ms, watch=watch
+        program.budget_bytes,
+        gap=limits.gap,
+        slack_ms=limits.slack_ms,
+        deadline=deadline,
+        start=start,
+        cutoff_ms=cutoff_ms,
+        watch=watch,
     )
     choice = None if found.bound_ms >= cutoff_ms - SAME_MS else found.choice
     raised: dict[int, int] = {}
@@ -256,7 +263,7 @@ def _by_milp(
     full = CheckpointModel(program)
     left = replace(limits, time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)))
     start = None if best is None else full.values_of(best)
-    solved = full.milp.solve(left, start=start, target=bound_ms + SAME_MS / 2, watch=watch)
+    solved = full.milp.solve(left, start=start, target=bound_ms + max(SAME_MS / 2, limits.slack_ms), watch=watch)
     rows, columns = solved.rows, solved.columns
     if solved.status is Status.INFEASIBLE:
         return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)

@@ -421,16 +421,18 @@ def solve(
     watch: Callable[[Incumbent], None] | None = None,
     minimum: bool = True,
     cutoff_ms: float = math.inf,
+    limits: Limits | None = None,
 ) -> Solved:
     """Find the fastest plan whose replay stays within the budget, or the smallest budget that would do.
 
     Without `minimum` that is left out where nothing fits, which saves most of the time. Where every plan adds
-    `cutoff_ms` or more, that is its `bound_ms`, and it has a plan that is not proven, or none.
+    `cutoff_ms` or more, that is its `bound_ms`, and it has a plan that is not proven, or none. `limits` stand in for
+    those of the problem's options.
     """
     if budget_bytes <= 0:
         raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
     began = time.perf_counter()
-    limits = problem.options.limits
+    limits = limits or problem.options.limits
     if problem.is_known_to_need_more_than(budget_bytes):
         return _without_plan(problem, budget_bytes, infeasible(), 0, began, minimum=minimum)
     program = problem.program(budget_bytes)
