@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -135,13 +135,26 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy, window: OffloadWi
         cached_bytes=policy.cached_bytes,
         recompute_ms=round(float(policy.recompute_ms), _DIGITS),
         recompute_peak_bytes=policy.recompute_peak_bytes,
-        saved_ops=_named(trace, unit, policy.saved),
+        saved_ops=_named(trace, unit, sorted({*policy.saved, *_writing_to_offloaded(trace, unit, policy)})),
         recomputed_ops=_named(trace, unit, policy.recomputed),
         dropped=policy.dropped,
         after=None if after is None else after.module,
         after_call=0 if after is None else _number_in_model(trace, after),
         **({} if window is None or not policy.offload else _offload_fields(trace, unit, policy, window)),
     )
+
+
+def _writing_to_offloaded(trace: Trace, unit: Unit, policy: Policy) -> Iterator[int]:
+    """Yield the ops that write in place to what is offloaded, such as a product's bias.
+
+    The engine must know them: under a dispatch mode torch's composites do not write in place, and what leaves is then
+    another storage than the offloaded op's.
+    """
+    away = {ref.storage for op in policy.offload for ref in trace.ops[unit.begin + op].outputs}
+    after = unit.begin + policy.stop + 1  # those before it are in the document anyway
+    for index in range(after, unit.end) if away else ():
+        if not away.isdisjoint(trace.ops[index].mutates):
+            yield index - unit.begin
 
 
 def _offload_fields(trace: Trace, unit: Unit, policy: Policy, window: OffloadWindow) -> dict[str, Any]:
