@@ -11,11 +11,11 @@ budgets between the smallest that checkpointing alone can meet and what the plai
 - every block, second block: `torch.utils.checkpoint`; all offloaded: every unit offloads as much as it may. These take
   no budget, and count where their measured peak is within it
 
-A peak is what is resident when a step begins and the rise above it by the allocator's events. Gradients under the joint
-plan are those of the plain step, bit for bit, or close where the plan says that sums are in another order. Two plans
-that do the same are one run. With `--folder`, times of ops and plans stay there, and `--stages` does the work in parts:
-`times` and `measure` want a quiet machine, `plans` does not. `--quick` is a smoke test: tiny models, times by the
-roofline, and figures that mean nothing.
+The allocator keeps its memory (`quality.runs.KEEPS_MEMORY`). A peak is what is resident when a step begins and the rise
+above it by the allocator's events. Gradients under the joint plan are those of the plain step, bit for bit, or close
+where the plan says that sums are in another order. Two plans that do the same are one run. With `--folder`, times of
+ops and plans stay there, and `--stages` does the work in parts: `times` and `measure` want a quiet machine, `plans`
+does not. `--quick` is a smoke test: tiny models, times by the roofline, and figures that mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 import torch
 from quality.models import CASES, Case
-from quality.runs import Run, checkpointed, run_of
+from quality.runs import Run, checkpointed, keep_memory, run_of
 
 import memfit
 from memfit.capture import chunked_losses, find_chunkable
@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--quick", action="store_true", help="tiny models, one budget")
     options = parser.parse_args()
+    keep_memory()
     torch.set_num_threads(1)
     ratios: dict[str, list[float]] = {}
     broken: list[str] = []

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from quality.models import CASES, Case
+from quality.runs import KEEPS_MEMORY
 from torch import nn
 
 import memfit
@@ -209,7 +210,7 @@ def main() -> None:
         folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": str(folder)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": str(folder), **KEEPS_MEMORY}
         subprocess.run([*command, __file__, *sys.argv[1:], "--folder", str(folder)], check=True, env=environment)
         pairs = product(arguments.models, arguments.engines)
         rows = [json.loads((folder / f"joint-{name}-{engine}.json").read_text()) for name, engine in pairs]
