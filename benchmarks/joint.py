@@ -2,7 +2,7 @@
 
 Real training steps on the CPU, one thread, of a Llama and a GPT-2 shape with 8,192 words, a ViT and a UNet, at four
 budgets between the smallest that checkpointing alone can meet and what the plain step needs. The disk is measured first
-(`memfit calibrate`), ops are timed on this machine. In one run, interleaved, medians:
+(`memfit calibrate`), ops are timed on this machine. In one run, interleaved, medians over three models of each method:
 
 - joint: `decide=("loss", "offload")`, one program over checkpointing, offload to the disk and the chunks of the loss
 - checkpointing: the plan that recomputes and nothing else
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ PARTS = (0.0, 0.25, 0.5, 0.75)
 QUICK_PARTS = (0.5,)
 SHAPES = {"llama": {"vocabulary": 8192, "batch": 4}, "gpt2": {"vocabulary": 8192, "batch": 2}, "vit": {"batch": 16}}
 NUMBERS = (2, 4, 8, 16)
+MODELS = 3
+"""So many models are timed of each method."""
 CHUNKS = max(NUMBERS)
 JOINT, ALONE, LOSS_FIRST, OFFLOAD_FIRST = "joint", "checkpointing", "loss first", "offload first"
 EVERY, SECOND, OFFLOADED, PLAIN = "every block", "second block", "all offloaded", "plain"
@@ -89,10 +92,10 @@ class Comparison:
 
     def prepare(self, plans: Plans) -> None:
         """Prepare every method, and measure its peak."""
-        self._add(run_of(self.case, PLAIN, lambda _: None))
+        self._add(lambda: run_of(self.case, PLAIN, lambda _: None))
         blocks = self.case.blocks
-        self._add(run_of(self.case, EVERY, partial(checkpointed, blocks=blocks)))
-        self._add(run_of(self.case, SECOND, partial(checkpointed, blocks=blocks[::2])))
+        self._add(lambda: run_of(self.case, EVERY, partial(checkpointed, blocks=blocks)))
+        self._add(lambda: run_of(self.case, SECOND, partial(checkpointed, blocks=blocks[::2])))
         for each in plans:
             self._add_plan(*each)
 
@@ -106,9 +109,10 @@ class Comparison:
         """Measure times, by turns."""
         gc.collect()
         gc.freeze()  # collections between steps are then short
+        models = [each for place in range(MODELS) for run in self.runs for each in (run, *run.again)[place : place + 1]]
         for number in range(rounds):
-            turn = number * 5 % len(self.runs)  # neighbours take turns too
-            for run in (*self.runs[turn:], *self.runs[:turn])[:: 1 if number % 2 else -1]:
+            turn = number * 5 % len(models)  # neighbours take turns too
+            for run in (*models[turn:], *models[:turn])[:: 1 if number % 2 else -1]:
                 run.measure_time()
         gc.unfreeze()
 
@@ -164,10 +168,17 @@ class Comparison:
             offload_link=link,
         )
 
-    def _add(self, run: Run) -> None:
+    def _add(self, make: Callable[[], Run], predicted_ms: float = 0.0, note: str = "") -> Run:
+        """Prepare a method on models of its own, and measure its peak on the first."""
+        run = make()
+        run.predicted_ms, run.note = predicted_ms, note
         run.measure_peak()
+        run.again = [make() for _ in range(MODELS - 1)]
+        for other in run.again:
+            other.step()
         self.runs.append(run)
         print(f"  {run.method:15s} peak {run.peak_bytes / MiB:7.1f} MiB {run.note}", flush=True)
+        return run
 
     def _add_plan(self, method: str, budget: int | None, plan: Plan | None) -> None:
         if plan is None:
@@ -176,12 +187,13 @@ class Comparison:
         key = msgspec.json.encode((plan.checkpoint, plan.chunked_loss or None))
         run = self.plans.get(key)
         if run is None:
-            run = run_of(self.case, method, plan.apply, budget, plan.loss)
             assert plan.predicted is not None
-            run.predicted_ms = plan.predicted.step_ms
-            run.note = f"{'' if budget is None else f'for {budget / MiB:.1f} MiB: '}{_describe(plan)}"
-            self._add(run)
-            self.plans[key] = run
+            asked = "" if budget is None else f"for {budget / MiB:.1f} MiB: "
+            run = self.plans[key] = self._add(
+                lambda: run_of(self.case, method, plan.apply, budget, plan.loss),
+                plan.predicted.step_ms,
+                f"{asked}{_describe(plan)}",
+            )
         if budget is not None:
             self.by_budget[method, budget] = run
 
@@ -210,6 +222,8 @@ class Comparison:
             cells = " ".join(f"{_cell(run):>15s}" for run in (ours, *others.values()))
             off = f"{ours.predicted_ms:.0f} ms, {ours.predicted_ms / ours.ms - 1:+.1%}"
             print(f"  {budget / MiB:6.1f} MiB {cells}   {best}, {ratio:.3f}; {off}")
+        apart = [max(run.medians_ms) / min(run.medians_ms) - 1 for run in self.runs]
+        print(f"  models of one method are {statistics.median(apart):.1%} apart (median), {max(apart):.1%} (most)")
         return ratios
 
     def _best(self, method: str, budget: int) -> Run | None:

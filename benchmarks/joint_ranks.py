@@ -8,7 +8,8 @@ step needs. `--folder` keeps the calibration and what was found; what is there i
 - joint: `decide=("loss", "offload", "reshard", "prefetch")`
 - checkpointing: the plan that recomputes and nothing else, resharding always
 - kept first: no unit is resharded after its forward, then checkpointing; loss first: 16 chunks, then checkpointing
-- every block: all blocks checkpointed, resharding always; it takes no budget and counts where it fits
+- every block: all blocks checkpointed, resharding always; it takes no budget and counts where it fits. A UNet's blocks
+  contain sharding units, and it has no such plan
 
 Peaks and gradients of the joint plans are verified on both ranks; times in brackets are predicted. `--quick` is a smoke
 test with tiny models.
@@ -82,7 +83,9 @@ def make_plans(case: Case, engine: str, target: str) -> list[tuple[str, int | No
     assert least is not None
     if find_chunkable(memfit.trace(case.step(), target="cpu")) is None:
         del ways[LOSS_FIRST]
-    found = [(EVERY, None, memfit.plan(case.step(), options=ways[EVERY], **asked).to_json())]
+    found: list[tuple[str, int | None, str]] = []
+    with contextlib.suppress(memfit.InputError):  # where a block contains a sharding unit, as a UNet's do
+        found.append((EVERY, None, memfit.plan(case.step(), options=ways[EVERY], **asked).to_json()))
     for part in PARTS:
         budget = int(least + part * (most - least))
         for method, options in ways.items():

@@ -49,11 +49,18 @@ class Run:
     predicted_ms: float = 0.0
     note: str = ""
     times_ms: list[float] = field(default_factory=list)
+    again: list[Run] = field(default_factory=list)
+    """The same on models of their own: where one lies in memory changes its time by a few percent."""
 
     @property
     def ms(self) -> float:
-        """The median."""
-        return statistics.median(self.times_ms)
+        """The median, over the models where there are several."""
+        return statistics.median(self.medians_ms)
+
+    @property
+    def medians_ms(self) -> list[float]:
+        """The median of each model."""
+        return [statistics.median(run.times_ms) for run in (self, *self.again)]
 
     def measure_peak(self) -> None:
         """Absolute: what is resident when a step begins, and the highest rise above it by the allocator's events."""
