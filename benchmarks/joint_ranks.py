@@ -120,6 +120,11 @@ def measure(steps: list[Callable[[], None]], rounds: int) -> list[float]:
     return times.median(0).values.tolist()
 
 
+def result_file(folder: Path, name: str, engine: str, quick: bool) -> Path:
+    """Where what was found of a model on an engine is kept."""
+    return folder / f"joint-{name}-{engine}{'-quick' if quick else ''}.json"
+
+
 def work(arguments: argparse.Namespace) -> None:
     """What each rank does."""
     torch.set_num_threads(1)
@@ -133,7 +138,7 @@ def work(arguments: argparse.Namespace) -> None:
             calibration.save(folder / f"{target}.toml")
     dist.barrier()
     for name, engine in product(arguments.models, arguments.engines):
-        file = folder / f"joint-{name}-{engine}.json"
+        file = result_file(folder, name, engine, arguments.quick)
         if not file.exists():
             row = compare(CASES[name](arguments.quick, **SHAPES[name]), engine, target, arguments.rounds)
             dist.barrier()  # every rank has seen that the file is not there
@@ -216,7 +221,8 @@ def main() -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": str(folder), **KEEPS_MEMORY}
         subprocess.run([*command, __file__, *sys.argv[1:], "--folder", str(folder)], check=True, env=environment)
         pairs = product(arguments.models, arguments.engines)
-        rows = [json.loads((folder / f"joint-{name}-{engine}.json").read_text()) for name, engine in pairs]
+        files = [result_file(folder, *pair, arguments.quick) for pair in pairs]
+        rows = [json.loads(file.read_text()) for file in files]
     ratios = show(rows)
     print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")
     print(f"least: {min(ratios):.3f}, median {statistics.median(ratios):.3f} (must be at least 1)")

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import memfit
+from memfit.hardware import OffloadLink, Target
 from memfit.memory import measured
+from memfit.plans.build import build_checkpoint
 from memfit.report import to_torch_policy, write_torch_policy
 from memfit.solve import SolveOptions
+from memfit.tradeoff import TraceColumns, UnitColumns, find_units
+from memfit.tradeoff.policy import build_policy
 
 
 class Block(nn.Module):
@@ -71,6 +78,58 @@ def test_the_file_trains_to_the_same_bits_in_less_memory(
         peaks.append(truth.peak_bytes)
     saved = plan.baseline.peak_bytes - plan.predicted.peak_bytes  # type: ignore[union-attr]
     assert peaks[0] - peaks[1] >= 0.9 * saved
+
+
+class WritesLater(nn.Module):
+    """An op writes to a product after it, and another product of the same name is not saved."""
+
+    def __init__(self, *, side: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+        self.side = nn.Linear(256, 64) if side else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = F.gelu(self.up(self.norm(x)))
+        if self.side is not None:
+            x = x + self.side(wide)
+        narrow = self.down(wide)
+        narrow.mul_(2)
+        return x + F.gelu(narrow)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_results_that_are_written_to_after_the_recompute_ends_keep_their_bits(side: bool) -> None:
+    """Many policies of a unit are exported by themselves, also with a result offloaded: some gave other gradients."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(WritesLater(side=side))
+
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    step = memfit.Step(build(), x, loss=lambda output, _: output.square().mean(), optimizer=torch.optim.SGD)
+    target = Target.parse("cpu")
+    disk = OffloadLink(name="disk", to_host_bytes_per_s=2e9, to_device_bytes_per_s=2e9)
+    target = replace(target, device=replace(target.device, disk=disk))
+    trace = memfit.trace(step, target=target)
+    plain = memfit.plan(trace, target=target, progress=False)
+    columns = TraceColumns.of(trace, np.ones(len(trace.ops)))
+    unit = next(unit for unit in find_units(trace) if unit.name == "0")
+    unit_columns = UnitColumns.of(columns, unit)
+    expected = train(build(), x)
+    tried = 0
+    places = np.arange(unit_columns.groups)
+    for dropped in (*(places <= last for last in places), *(places == one for one in places)):
+        policy = build_policy(unit_columns, dropped)
+        for away in ((), policy.saved[-1:]):
+            entry = build_checkpoint(trace, unit, replace(policy, offload=away))
+            plan = msgspec.structs.replace(plain, checkpoint=(entry,))
+            namespace: dict[str, object] = {}
+            exec(to_torch_policy(plan), namespace)
+            exported = build()
+            namespace["apply"](exported)  # type: ignore[operator]
+            assert all(map(torch.equal, train(exported, x), expected)), (policy.stop, policy.saved, away)
+            tried += 1
+    assert tried > 20
 
 
 def test_the_file_needs_no_memfit(planned: tuple[memfit.Plan, torch.Tensor], tmp_path: Path) -> None:

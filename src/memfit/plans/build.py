@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -135,26 +135,38 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy, window: OffloadWi
         cached_bytes=policy.cached_bytes,
         recompute_ms=round(float(policy.recompute_ms), _DIGITS),
         recompute_peak_bytes=policy.recompute_peak_bytes,
-        saved_ops=_named(trace, unit, sorted({*policy.saved, *_writing_to_offloaded(trace, unit, policy)})),
+        saved_ops=_named(trace, unit, _saved_offsets(trace, unit, policy)),
         recomputed_ops=_named(trace, unit, policy.recomputed),
         dropped=policy.dropped,
         after=None if after is None else after.module,
         after_call=0 if after is None else _number_in_model(trace, after),
         **({} if window is None or not policy.offload else _offload_fields(trace, unit, policy, window)),
+        **_numbers(trace, unit, policy),
     )
 
 
-def _writing_to_offloaded(trace: Trace, unit: Unit, policy: Policy) -> Iterator[int]:
-    """Yield the ops that write in place to what is offloaded, such as a product's bias.
+def _saved_offsets(trace: Trace, unit: Unit, policy: Policy) -> list[int]:
+    """Return the ops whose results a policy holds, and those after its `stop` that write to these in place.
 
-    The engine must know them: under a dispatch mode torch's composites do not write in place, and what leaves is then
-    another storage than the offloaded op's.
+    Who runs the policy must know them. Under a dispatch mode torch's composites do not write in place, a product's bias
+    above all, and what is held is then another storage than the product's; and a result that is saved must not be
+    written to twice.
     """
-    away = {ref.storage for op in policy.offload for ref in trace.ops[unit.begin + op].outputs}
-    after = unit.begin + policy.stop + 1  # those before it are in the document anyway
-    for index in range(after, unit.end) if away else ():
-        if not away.isdisjoint(trace.ops[index].mutates):
-            yield index - unit.begin
+    held = {*policy.saved, *policy.offload}
+    made = {ref.storage for op in held for ref in trace.ops[unit.begin + op].outputs} - {NO_INDEX}
+    for index in range(unit.begin + policy.stop + 1, unit.end):
+        if not made.isdisjoint(trace.ops[index].mutates):
+            held.add(index - unit.begin)
+    return sorted(held)
+
+
+def _numbers(trace: Trace, unit: Unit, policy: Policy) -> dict[str, Any]:
+    """Number the ops after `stop` among those of their name: the document has not all of these."""
+    after = [op for op in _saved_offsets(trace, unit, policy) if op > policy.stop]
+    if policy.stop < 0 or not after:
+        return {}
+    names = [op.name for op in trace.ops[unit.begin : unit.end]]
+    return {"numbers": tuple(names[:op].count(names[op]) for op in after)}
 
 
 def _offload_fields(trace: Trace, unit: Unit, policy: Policy, window: OffloadWindow) -> dict[str, Any]:

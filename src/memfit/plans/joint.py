@@ -109,7 +109,9 @@ class JointSearch:
         self.kinds = frozenset(kinds)
         self.budget_bytes = first.solved.budget_bytes
         self.problems = SettingProblems(first.problem, step, cost, early)
-        self.bounds = SettingBounds(self.problems, first, slack=_SLACK * worth)
+        # of the optimizer's step alone any gain counts
+        slack = 0.0 if self.kinds == {"optimizer"} else _SLACK * worth
+        self.bounds = SettingBounds(self.problems, first, slack=slack)
         self.bound_ms = math.inf
         self._worth, self._together = worth, together
         self._began = time.perf_counter()

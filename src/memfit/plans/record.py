@@ -47,6 +47,8 @@ class Checkpoint(_Part, frozen=True):
     including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
     not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
+    After `stop` only ops whose results are held, and those that write to these in place, are in `saved_ops`; `numbers`
+    says of each how many ops of its name come before it in the unit.
 
     Results of the ops in `offload` leave for the host: begun at the end of the unit's forward, freed at the end of the
     forward of the next unit, brought back when that one's backward begins. `offload_next` is the path of the module
@@ -77,6 +79,7 @@ class Checkpoint(_Part, frozen=True):
     offload_next: str | msgspec.UnsetType | None = msgspec.UNSET
     offloaded_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
     exposed_ms: Ms | msgspec.UnsetType = msgspec.UNSET
+    numbers: tuple[Count, ...] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_loss(self) -> bool:

@@ -31,7 +31,7 @@ from memfit.hardware import Family as KernelFamily
 from memfit.plans.setting_problems import SettingProblems
 from memfit.plans.settings import CHUNKS, LEAST_GAIN_MS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
 from memfit.sharding import ShardOptions
-from memfit.solve import Problem, Status, solve
+from memfit.solve import Problem, Solved, Status, solve
 
 _LOSS_FAMILIES = (
     KernelFamily.NORM,
@@ -100,12 +100,25 @@ class SettingBounds:
         return self.answers[setting]
 
     def exact(self, answer: Answer) -> Answer:
-        """Return the best answer of a setting, from one that may be a little slower."""
-        if answer is self.first or answer.solved.choice is None or answer.solved.gap == 0.0:
+        """Return the best answer of a setting, from one that may be a little slower.
+
+        One that the time limit ended stays as it is.
+        """
+        known, asked = answer.solved, answer.problem.options.limits
+        short_ms = known.recompute_ms - known.bound_ms
+        enough_ms = max(asked.gap * known.bound_ms, asked.slack_ms)
+        if answer is self.first or known.choice is None or not enough_ms < short_ms <= self._most_short_ms(known):
             return answer
-        solved = solve(answer.problem, self.budget_bytes, start=answer.solved.choice, minimum=False)
+        solved = solve(answer.problem, self.budget_bytes, start=known.choice, minimum=False)
+        if solved.recompute_ms > known.recompute_ms:
+            bound_ms = min(known.recompute_ms, max(known.bound_ms, solved.bound_ms))
+            solved = replace(known, bound_ms=bound_ms)
         found = self.answers[answer.setting] = replace(answer, solved=solved)
         return found
+
+    def _most_short_ms(self, solved: Solved) -> float:
+        """Return how far from its bound a plan may be that was good enough to be compared."""
+        return self._limits.gap * solved.bound_ms + self._limits.slack_ms + LEAST_GAIN_MS
 
     def is_cut_off(self, setting: Setting) -> bool:
         """Return whether the answer of a setting says no more than that its plans add too much."""

@@ -122,6 +122,9 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
         yield f"op {again[-1]} of unit {entry.unit!r} runs again, and the second run stops at {entry.stop}"
+    after = sum(op > entry.stop for op in saved)
+    if isinstance(entry.numbers, tuple) and len(entry.numbers) != after:
+        yield f"unit {entry.unit!r} saves {after} ops after its stop, and numbers {len(entry.numbers)} of them"
     listed = sum(op.bytes for op in entry.saved_ops)
     if entry.cached_bytes > listed + _ROUNDING_BYTES * len(saved):
         yield (

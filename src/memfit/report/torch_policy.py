@@ -2,7 +2,8 @@
 
 Note [Exported policies]: `torch.utils.checkpoint` asks a policy for every op of a unit's forward whether its results
 are saved. Ops have no numbers there, so a saved op of the plan is named by what it is and how many of its kind ran
-before it in the unit; the plan has every op of a unit up to the last that is recomputed. What torch's checkpointing
+before it in the unit; the plan has every op of a unit up to the last that is recomputed, and this number of the saved
+ones after it. What torch's checkpointing
 cannot do is left out, and the file says so: a loss that is recomputed outside of modules, results that leave for the
 host, a loss in chunks. The file therefore keeps the plan's bits, and its memory only as far as torch's own bookkeeping
 does.
@@ -107,9 +108,17 @@ def _saved_calls(entry: Checkpoint) -> dict[str, tuple[int, ...]]:
     seen: Counter[str] = Counter()
     found: defaultdict[str, list[int]] = defaultdict(list)
     for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
-        if op.offset in saved:
+        if op.offset in saved and op.offset <= entry.stop:
             found[op.name].append(seen[op.name])
         seen[op.name] += 1
+    after = [op for op in entry.saved_ops if op.offset > entry.stop]
+    if after and not isinstance(entry.numbers, tuple):
+        raise InputError(
+            f"the plan does not number the ops that {entry.unit!r} saves after its recompute ends: it is of an older "
+            "memfit; plan the step again"
+        )
+    for op, number in zip(after, entry.numbers or (), strict=True):
+        found[op.name].append(number)
     return {name: tuple(numbers) for name, numbers in found.items()}
 
 

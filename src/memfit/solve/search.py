@@ -95,7 +95,7 @@ def search(
 
     def is_proven(best_ms: float, bound_ms: float) -> bool:
         tell(bound_ms, best_ms)
-        return best_ms <= bound_ms + SAME_MS + max(limits.gap * bound_ms, limits.slack_ms)
+        return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms + limits.slack_ms  # of several passes, the sum
 
     found = DynamicProgram.of(program) if dp is None else dp()
     bound_ms, choice = (0.0, None) if found is None else _by_dp(program, found, limits, began, best, cutoff_ms, tell)
