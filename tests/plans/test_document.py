@@ -272,7 +272,8 @@ def test_schema_names_every_field(plan: Plan) -> None:
     own |= {"chunked_loss", "micro_batch", "decisions", "price_ms_per_gib"}  # and these only plans that decide more
     offload = {"offload", "offload_next", "offloaded_bytes", "exposed_ms"}
     assert set(definitions["Plan"]["properties"]) == set(json.loads(plan.to_json())) | own
-    assert set(definitions["Checkpoint"]["properties"]) == set(entry(json.loads(plan.to_json()))) | offload
+    numbers = {"numbers"}  # only units that save ops after their second run has ended have these
+    assert set(definitions["Checkpoint"]["properties"]) == set(entry(json.loads(plan.to_json()))) | offload | numbers
 
 
 def test_a_saved_op_cannot_be_deleted_behind_the_second_run(tmp_path: Path) -> None:
@@ -287,6 +288,10 @@ def test_a_saved_op_cannot_be_deleted_behind_the_second_run(tmp_path: Path) -> N
     unit = document["checkpoint"][0]
     assert unit["saved_ops"][-1][0] > unit["stop"]
     unit["saved_ops"].pop()
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"saves \d+ ops after its stop, and numbers \d+ of them"):
+        load(tmp_path / "plan.json")
+    unit["numbers"].pop()
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=r"keeps \d+ bytes \(cached_bytes\), and its saved_ops have only"):
         load(tmp_path / "plan.json")
