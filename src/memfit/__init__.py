@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
+from memfit.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from memfit import hardware, memory, presets, report, sharded
@@ -50,7 +51,7 @@ _NAMES = {
     "memfit.plans": ("Plan", "curve", "load", "plan", "search"),
     "memfit.sharded": ("shard",),
 }
-_PLACES = {name: place for place, names in _NAMES.items() for name in names}
+_find_name = lazy_names(__name__, _NAMES)
 _ROOMS = frozenset(
     {"capture", "compat", "cost", "engines", "hardware", "memory", "plans", "presets", "report", "sharded", "sharding"}
     | {"analysis", "compiled", "integrations", "recovery", "solve", "tradeoff", "units", "verify"}
@@ -60,11 +61,7 @@ _ROOMS = frozenset(
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"memfit.{name}")
-    if name not in _PLACES:
-        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PLACES[name]), name)
-    globals()[name] = value
-    return value
+    return _find_name(name)
 
 
 def __dir__() -> list[str]:

@@ -145,7 +145,7 @@ def run_at(table: AllocationTable, target: Target, limit_bytes: int) -> tuple[in
                 allocator.free(key)
                 continue
             try:
-                allocator.malloc(key, requested_bytes, process.stream_of(key))
+                allocator.malloc(key, requested_bytes, process.streams[key])
             except AllocatorOutOfMemory:
                 return allocator.peak_reserved_bytes, (*emptied, allocator.retries - before), number
         emptied.append(allocator.retries - before)

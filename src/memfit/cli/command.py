@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from memfit.cli.commands import command_class
 from memfit.cli.output import close_quietly, only_results, say_problem
 from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, check_options
 from memfit.errors import MemfitError
@@ -112,13 +113,6 @@ def _run(arguments: list[str], *, program: bool) -> int:
     command = parse_command(name, arguments[1:])
     with only_results(to_the_end=program):
         return command.run()
-
-
-def command_class(name: str) -> type[Command]:
-    """Return the class of a command; its fields are its options."""
-    from memfit.cli.commands import CLASSES
-
-    return CLASSES[name]
 
 
 def parse_command(name: str, arguments: list[str]) -> Command:

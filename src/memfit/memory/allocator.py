@@ -251,7 +251,7 @@ class CachingAllocator:
         if size_bytes is None:
             size_bytes = self._rounded[requested_bytes] = self.config.round_size(requested_bytes)
         pool = self._pool_for(size_bytes, stream)
-        block = self._get_free_block(pool, size_bytes)
+        block = pool.pop_best(size_bytes) if self._any_block_serves else self._get_free_block(pool, size_bytes)
         if block is None:
             block = self._alloc_block(pool, size_bytes)
         if block is None and self._release_available_cached_blocks(pool, size_bytes):
@@ -277,8 +277,11 @@ class CachingAllocator:
         self._requested_bytes -= block.requested_bytes
         block.key = None
         block.requested_bytes = 0
-        block.merge(block.prev)
-        block.merge(block.next)
+        before, after = block.prev, block.next
+        if before is not None and before.key is None:
+            block.merge(before)
+        if after is not None and after.key is None:
+            block.merge(after)
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
@@ -305,8 +308,6 @@ class CachingAllocator:
 
     def _get_free_block(self, pool: BlockPool, size_bytes: int) -> Block | None:
         """`get_free_block`: best fit, within the rules for blocks that may not be split."""
-        if self._any_block_serves:
-            return pool.pop_best(size_bytes)
         index = pool.lower_bound(size_bytes)
         if index == len(pool):
             return None
@@ -336,7 +337,7 @@ class CachingAllocator:
 
     def _alloc_found_block(self, key: int, requested_bytes: int, block: Block, size_bytes: int) -> None:
         """`alloc_found_block`: split the block if that is worth it and hand it out."""
-        if self._should_split(block, size_bytes):
+        if block.size_bytes != size_bytes and self._should_split(block, size_bytes):
             remaining = block
             block = remaining.split(size_bytes)
             remaining.pool.insert(remaining)

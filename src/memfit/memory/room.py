@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from memfit.hardware import Device, RankMemory, Target
 from memfit.memory.allocations import AllocationTable
@@ -97,7 +98,7 @@ def reserved_range(device: Device, timeline: Timeline) -> tuple[int, int]:
 def _most_reserved(device: Device, timeline: Timeline) -> tuple[int, int, AllocationTable]:
     """Return what is reserved without workspaces of convolutions, the most with them, and the table of the latter."""
     table = timeline.allocations
-    least = most = reserved(table, device).peak_reserved_bytes
+    least = most = _without_limit(table, device)
     workspaces = convolution_workspaces(timeline.trace)
     # Larger workspaces may leave larger blocks, which serve others later: the largest need not reserve the most.
     if workspaces is None:
@@ -108,6 +109,12 @@ def _most_reserved(device: Device, timeline: Timeline) -> tuple[int, int, Alloca
         if found > most:
             most, table = found, tried
     return least, most, table
+
+
+@lru_cache(maxsize=4)
+def _without_limit(table: AllocationTable, device: Device) -> int:
+    """Return what is reserved with no limit; a search for a budget and the document that follows ask for the same."""
+    return reserved(table, device).peak_reserved_bytes
 
 
 def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation:
@@ -135,17 +142,19 @@ def _enough(memory: RankMemory, device: Device, table: AllocationTable, wanted_b
     """Return what `_judge` does where that is enough, else None: at the lower limit first, which fails more often."""
     reserved_bytes = wanted_bytes
     if wanted_bytes > memory.usable_bytes:
-        at_usable = _limited(device, table, memory.usable_bytes)
+        at_usable = _limited(device, table, memory.usable_bytes, freely=True)
         if not at_usable.runs_freely:
             return None
-        if wanted_bytes > memory.available_bytes and not _limited(device, table, memory.available_bytes).runs_freely:
-            return None
+        if wanted_bytes > memory.available_bytes:
+            at_available = _limited(device, table, memory.available_bytes, freely=True)
+            if not at_available.runs_freely:
+                return None
         reserved_bytes = at_usable.peak_reserved_bytes
     return Reservation(reserved_bytes=reserved_bytes, wanted_bytes=wanted_bytes, room=Room.ENOUGH)
 
 
-def _limited(device: Device, table: AllocationTable, limit_bytes: int) -> Reserved:
-    return reserved(table, device, limit_bytes=max(0, limit_bytes))
+def _limited(device: Device, table: AllocationTable, limit_bytes: int, *, freely: bool = False) -> Reserved:
+    return reserved(table, device, limit_bytes=max(0, limit_bytes), freely=freely)
 
 
 def _with_convolutions(most: Reservation, least_bytes: int) -> Reservation:

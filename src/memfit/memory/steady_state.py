@@ -89,14 +89,17 @@ def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
     """
     process = ProcessEvents(_table(step))
     for _, key, requested_bytes in process.alone():
-        yield MemoryEvent(key, requested_bytes, process.stream_of(key))
+        yield MemoryEvent(key, requested_bytes, process.streams[key])
 
 
 @no_garbage_collection()  # thousands of lists are made, none of them in a cycle
-def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
+def reserved(
+    step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None, freely: bool = False
+) -> Reserved:
     """Return the peaks of the device's allocator (Note [Steady state]), which keeps free blocks of each stream apart.
 
-    Without a cache, reserved equals allocated. With a limit, at least `STEPS_AT_LIMIT` steps are run.
+    Without a cache, reserved equals allocated. With a limit, at least `STEPS_AT_LIMIT` steps are run, but with
+    `freely` none behind one after which `runs_freely` is known to be false.
     """
     table = _table(step)
     if not device.allocator.caches:
@@ -120,7 +123,7 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
         reserved_bytes.append(allocator.peak_reserved_bytes)
         first_retries = allocator.retries if len(reserved_bytes) == 1 else first_retries
         settled = len(reserved_bytes) >= least_steps and reserved_bytes[-1] == reserved_bytes[-2]
-        if failed is not None or settled:
+        if failed is not None or settled or (freely and allocator.retries > first_retries):
             break
     return Reserved(
         peak_requested_bytes=allocator.peak_requested_bytes,
@@ -144,26 +147,29 @@ def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
 
 def _run(allocator: CachingAllocator, rows: Iterable[Row], process: ProcessEvents) -> int | None:
     """Run the allocator on the events; return the instant whose malloc did not fit, None when all did."""
-    malloc, free, stream_of = allocator.malloc, allocator.free, process.stream_of
+    malloc, free, streams = allocator.malloc, allocator.free, process.streams
     for instant, key, requested_bytes in rows:
         if requested_bytes == FREE:
             free(key)
             continue
         try:
-            malloc(key, requested_bytes, stream_of(key))
+            malloc(key, requested_bytes, streams[key])
         except AllocatorOutOfMemory:
             return instant
     return None
 
 
 class ProcessEvents:
-    """The events of a process that repeats a step, with their instants, `BEFORE_STEP` before the first."""
+    """The events of a process that repeats a step, with their instants, `BEFORE_STEP` before the first.
+
+    `streams` has the number of the stream on which each key is allocated; workspaces are on compute.
+    """
 
     def __init__(self, table: AllocationTable) -> None:
         self.table = table
         self.size = table.size_bytes.tolist()
-        self._stream = table.stream.tolist()
         self.end = table.instants
+        self.streams = [*table.stream.tolist(), *[0] * self.end]
         alloc_at, free_after, seen = table.alloc_at, table.free_after, table.seen
         resident, stays = alloc_at == BEFORE_STEP, free_after == AFTER_STEP
         state, gradient = table.row == ROW[Category.OPTIMIZER_STATE], table.row == ROW[Category.GRADIENT]
@@ -192,10 +198,6 @@ class ProcessEvents:
         self._later_freed = [
             [carried.get(key, key) for key in keys] for keys in _grouped(free_after, kept, self.end + 1)
         ]
-
-    def stream_of(self, key: int) -> int:
-        """Return the number of the stream on which a key is allocated; workspaces are on compute."""
-        return self._stream[key] if key < len(self._stream) else 0
 
     def steps(self) -> Iterator[list[Row]]:
         """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
@@ -275,10 +277,10 @@ class ProcessEvents:
         """
         table, free = self.table, defaultdict[tuple[int, int], list[int]](list)
         for key in np.flatnonzero(left)[::-1].tolist():
-            free[self.size[key], self._stream[key]].append(key)
+            free[self.size[key], self.streams[key]].append(key)
         found: dict[int, int] = {}
         for key in np.flatnonzero(begun_with).tolist():
-            same = free[self.size[key], self._stream[key]]
+            same = free[self.size[key], self.streams[key]]
             if same and table.alloc_at[same[-1]] > table.free_after[key]:
                 found[key] = same.pop()
         return found

@@ -120,7 +120,7 @@ class _RecordingAllocator(CachingAllocator):
             if requested_bytes == FREE:
                 self.free(key)
             else:
-                self.malloc(key, requested_bytes, process.stream_of(key))
+                self.malloc(key, requested_bytes, process.streams[key])
         return _Recorded(before=before, acts=self._acts, after=self.segments())
 
     def free(self, key: int) -> None:

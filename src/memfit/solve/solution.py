@@ -327,6 +327,13 @@ class Problem:
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """Replay the step under these policies, op by op; without any, no frontier is built."""
         chosen = [each for each in chosen if not each[1].changes_nothing]
+        return self._replay(chosen) if chosen else self._unplanned
+
+    @cached_property
+    def _unplanned(self) -> Timeline:
+        return self._replay(())
+
+    def _replay(self, chosen: Sequence[tuple[Unit, Policy]]) -> Timeline:
         recomputes = [build_recompute(self.trace_columns, *each) for each in chosen if each[1].stop >= 0]
         offloads = build_offloads(self.trace_columns, chosen, self.windows) if chosen else []
         sharding = self.sharding

@@ -67,10 +67,9 @@ class Plan:
             return self._plan(given, target, early)
 
     def _plan(self, given: ResolvedStep, target: Target, early: EarlyCaptures) -> int:
-        from memfit.analysis import Report
         from memfit.capture import CHUNKS, Step
         from memfit.plans import MOST_CHUNKS, Inputs, plan_problem, resolve_cost
-        from memfit.report import levers_in_short, plan_report
+        from memfit.report import plan_report
 
         step = given.step
         trace = capture_step(step, target, self.hardware, self.solver)
@@ -97,6 +96,9 @@ class Plan:
         if sys.stdout is not None:
             sys.stdout.flush()  # the plan is known; levers take as long again
         if self.file.any or self._shows_levers:
+            from memfit.analysis import Report
+            from memfit.report import levers_in_short
+
             report = Report(problem=problem, plan=found, title=given.title)
             levers = find_levers(report, step, self.step.cost, early) if self.levers else None
             if self.file.any:
