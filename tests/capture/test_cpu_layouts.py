@@ -78,6 +78,18 @@ def test_softmax(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
                 check(func, tensor, outputs[other], dim, dtype, where=f"{name} gradient, {other} output")
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_convolutions(groups: int) -> None:
+    weight = torch.full((4, 4 // groups, 3, 3), 0.3)
+    for name, tensor in layouts(2, 4, 6, 8).items():
+        rest: tuple[Any, ...] = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+        captured = torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
+        context = RuleContext(device_type="cpu", compute_capability=None, threads=torch.get_num_threads())
+        kernel = RULES.kernels["aten.convolution.default"]
+        found = kernel(context, aten.convolution.default, (captured, weight.to("meta"), *rest), {})
+        assert found.stride() == aten.convolution.default(tensor, weight, *rest).stride(), name
+
+
 GRADIENTS = ("contiguous", "transposed", "expanded", "channels last")
 
 

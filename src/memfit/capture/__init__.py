@@ -3,7 +3,7 @@
 import memfit.torch_private.version  # noqa: F401  first, so that a torch which does not work is refused with the reason
 
 # isort: split
-from memfit.capture.arguments import GENERATOR, call_of, real_tensor
+from memfit.capture.arguments import GENERATOR, call_of, dataclass_values, real_tensor
 from memfit.capture.blas_workspaces import AUTOGRAD_THREAD, product_thread, workspace_thread
 from memfit.capture.call_stack import is_container, is_trained
 from memfit.capture.capture import trace
@@ -105,6 +105,7 @@ __all__ = [
     "check_trace",
     "chunked_cross_entropy",
     "chunked_losses",
+    "dataclass_values",
     "divide_batch",
     "divide_step",
     "fills_its_memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -157,8 +158,20 @@ def visit_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
         for item in value.values():
             visit_tensors(item, function)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            visit_tensors(getattr(value, field.name), function)
+        for item in dataclass_values(value).values():
+            visit_tensors(item, function)
+
+
+def dataclass_values(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are set.
+
+    They are read past a `__getattribute__` of its own: configurations of transformers refuse some of theirs.
+    """
+    found = {}
+    for field in dataclasses.fields(value):
+        with contextlib.suppress(AttributeError):
+            found[field.name] = object.__getattribute__(value, field.name)
+    return found
 
 
 def tensor_leaves(value: Any) -> list[torch.Tensor]:

@@ -54,6 +54,7 @@ class CallTracker:
     _paths: dict[int, list[str]] = field(default_factory=dict)
     in_eval: set[str] = field(default_factory=set)
     """Paths of modules that the forward called in eval mode (`is_trained`)."""
+    _no_grad: dict[str, list[int]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _modules: dict[str, nn.Module] = field(default_factory=dict)
     _wrappers: dict[int, str] = field(default_factory=dict)
@@ -106,6 +107,8 @@ class CallTracker:
             self.in_eval.update(each for each in self._paths.get(id(module), ()) if not self._is_trained(each))
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1
+        if phase is Phase.FORWARD and not torch.is_grad_enabled():
+            self._no_grad.setdefault(path, []).append(index)
         self.calls.append(_OpenCall(path, own_class(module).__name__, index, self.current, phase, op, inputs=inputs))
         self.current = len(self.calls) - 1
 
@@ -135,6 +138,12 @@ class CallTracker:
         """Return the calls as records."""
         names = ModuleCall.__struct_fields__
         return tuple(ModuleCall(**{name: getattr(call, name) for name in names}) for call in self.calls)
+
+    @property
+    def no_grad_calls(self) -> dict[str, tuple[int, ...]]:
+        """The calls with gradients disabled of modules that are called with gradients too, by path."""
+        some = (path for path, indices in self._no_grad.items() if len(indices) < self._counts[path])
+        return {path: tuple(self._no_grad[path]) for path in some}
 
     def _is_trained(self, path: str) -> bool:
         parts = path.split(".") if path else []

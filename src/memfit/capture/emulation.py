@@ -37,6 +37,7 @@ from memfit.torch_private.storages import replay_view, storage_key, storage_use_
 _FINITE_TESTS = {"isfinite": True, "isnan": False, "isinf": False}
 """What these say of the tensors of a steady step."""
 
+_INDEXING = frozenset(("__getitem__", "__setitem__"))
 _READS = frozenset(("tolist", "numpy", "__array__"))
 _MOVES = frozenset(("to", "cuda", "cpu"))
 _LEGACY_DTYPES = {
@@ -103,6 +104,8 @@ class Emulation(TorchFunctionMode):
                 self._lose_values(args[0])
             elif name[-1] == "_" and (name[-2] != "_" or name in _WRITING):
                 self._lose_written_values(args, kwargs)
+            if name in _INDEXING:
+                args = (args[0], self._index(args[0], args[1]), *args[2:])
             if name == "pin_memory" and self._device_type != "cpu":
                 return args[0]
             if name == "type" and (legacy := _legacy_type(args[1:])) is not None:
@@ -191,6 +194,15 @@ class Emulation(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.recorder.forced_device = previous
+
+    def _index(self, tensor: torch.Tensor, index: Any) -> Any:
+        """Return an index with tensors in place of lists of numbers: of a real tensor torch makes them, of meta not."""
+        if isinstance(index, tuple):
+            return tuple(self._index(tensor, each) for each in index)
+        if not isinstance(index, list) or not _holds_numbers(index):
+            return index
+        on_device = self._device_type != "cpu" and self.recorder.table.on_device(unwrap(tensor))
+        return self._make(torch.tensor, (index,), {"device": "cuda" if on_device else "cpu"})
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `Tensor.to`, `.cuda` and `.cpu`: copy when the device changes, and only then."""
@@ -285,3 +297,10 @@ def python_functions_open() -> Iterator[None]:
 
 def _no_override(*_: Any) -> bool:
     return False
+
+
+def _holds_numbers(index: list[Any]) -> bool:
+    """Return whether a list, or one inside it, holds numbers and nothing else."""
+    return bool(index) and all(
+        _holds_numbers(each) if isinstance(each, list) else isinstance(each, int) for each in index
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.arguments import is_wrapper, map_wrapper
+from memfit.capture.arguments import dataclass_values, is_wrapper, map_wrapper
 from memfit.capture.environment import same_attributes
 from memfit.capture.execution import KNOWN_VALUE_LIMIT
 from memfit.errors import InputError
@@ -117,8 +117,8 @@ class MetaTensors:
             return items if type(value) is dict else _rebuilt(value, items)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             copied = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(copied, field.name, self.tree(getattr(value, field.name), keep_floats=keep_floats))
+            for name, item in dataclass_values(value).items():
+                object.__setattr__(copied, name, self.tree(item, keep_floats=keep_floats))
             return copied
         return value
 

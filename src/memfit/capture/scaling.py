@@ -41,6 +41,7 @@ _SAME = (
     "parameters",
     "shared",
     "in_eval",
+    "no_grad_calls",
     "warm_up",
     "cudnn_benchmark",
     "mesh",

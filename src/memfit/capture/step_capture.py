@@ -445,6 +445,7 @@ class StepCapture:
             notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
             in_eval=tuple(sorted(self.calls.in_eval)),
+            no_grad_calls=self.calls.no_grad_calls,
             warm_up=self.step.warm_up,
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
             mesh=self.mesh,

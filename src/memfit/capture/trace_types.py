@@ -234,6 +234,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     in_eval: tuple[str, ...] = ()
     """Paths of the modules that the forward calls in eval mode, all modules around them in eval mode too. Not part of
     the fingerprint."""
+    no_grad_calls: dict[str, tuple[int, ...]] = {}
+    """The calls with gradients disabled of modules that are called with gradients too, by path. Not part of the
+    fingerprint."""
     warm_up: str = "none"
     """What the process runs before its first step (`Step.warm_up`). Not part of the fingerprint."""
     cudnn_benchmark: bool = False

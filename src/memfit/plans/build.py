@@ -180,11 +180,14 @@ def _offload_fields(trace: Trace, unit: Unit, policy: Policy, window: OffloadWin
 
 def _calls(trace: Trace, module: str) -> int:
     """Return how often a module runs in the step's forward, under whichever of its paths."""
-    return sum(_same_module(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
+    return sum(_is_counted(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
 
 
-def _same_module(trace: Trace, call: ModuleCall, path: str) -> bool:
-    return trace.instance_of(call.module) == trace.instance_of(path)
+def _is_counted(trace: Trace, call: ModuleCall, path: str) -> bool:
+    """Return whether a call is one of this module that engines count: they see none with gradients disabled."""
+    if trace.instance_of(call.module) != trace.instance_of(path):
+        return False
+    return call.index not in trace.no_grad_calls.get(call.module, ())
 
 
 def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
@@ -213,7 +216,7 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
     """Return how many calls of the same module came before this one in the same run of the model."""
     begin = max((each.begin for each in trace.calls if each.parent == NO_INDEX and each.begin <= call.begin), default=0)
-    return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
+    return sum(begin <= each.begin < call.begin and _is_counted(trace, each, call.module) for each in trace.calls)
 
 
 def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:
@@ -234,12 +237,12 @@ def _result_bytes(trace: Trace, op: int) -> int:
 
 
 def _call_number(trace: Trace, unit: Unit) -> int:
-    """Return 2 for `layers.0#2`; a module that has several paths is counted under all of them."""
+    """Return which call of its module a unit is, among those that engines count; under all paths of the module."""
     if unit.call == NO_INDEX:
         suffix = unit.name[len(LOSS) :]
         return int(suffix[1:]) if suffix else 0
     earlier = (call for call in trace.calls[: unit.call] if call.phase is Phase.FORWARD)
-    return sum(_same_module(trace, call, unit.module) for call in earlier)
+    return sum(_is_counted(trace, call, unit.module) for call in earlier)
 
 
 def _target(target: Target) -> TargetRecord:

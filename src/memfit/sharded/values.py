@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from memfit.capture import dataclass_values
+
 
 def map_values(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply a function to every tensor in a value; a part of it in which nothing changes is the same object."""
@@ -57,8 +59,7 @@ def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], t
 
 def _mapped_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Copy a dataclass without its constructor, which may take other arguments or do more."""
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    fields = {name: getattr(value, name) for name in names}
+    fields = dataclass_values(value)
     changed = {name: map_values(each, change) for name, each in fields.items()}
     if all(changed[name] is each for name, each in fields.items()):
         return value

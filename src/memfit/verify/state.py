@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import Companions, Step, same_attributes
+from memfit.capture import Companions, Step, dataclass_values, same_attributes
 from memfit.torch_private.autograd import preserve_version_counters
 from memfit.torch_private.storages import storage_key
 
@@ -71,7 +71,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
     elif isinstance(value, list | tuple | set | frozenset):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        items = dataclass_values(value).values()
     else:
         return []
     return [tensor for item in items for tensor in tensors_in(item, depth - 1)]

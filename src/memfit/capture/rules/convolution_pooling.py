@@ -21,7 +21,6 @@ from memfit.capture.rules.base import (
     bytes_of,
     format_copy,
     input_gradient,
-    memory_format_of,
     suggested_format,
 )
 from memfit.capture.rules.measured_kernels import probed
@@ -37,7 +36,7 @@ def _cpu_convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[st
     """
     result = func(*args, **kwargs)
     vendor = result.dim() != 5 or _vendor_convolves(context, *args)
-    if vendor and any(memory_format_of(each) is not torch.contiguous_format for each in args[:2]):
+    if vendor and any(suggested_format(each) is not torch.contiguous_format for each in args[:2]):
         return torch.empty_like(result, memory_format=CHANNELS_LAST[result.dim()])
     return torch.empty_like(result, memory_format=torch.contiguous_format)
 
