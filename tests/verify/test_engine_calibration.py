@@ -11,15 +11,17 @@ import memfit
 from memfit.analysis import Report
 from memfit.cost import Calibration, Roofline, Runtime, Size, language_step
 from memfit.errors import InputError
-from memfit.hardware import Device, EngineTimes, Link, Target, load_device
+from memfit.hardware import Device, EngineTimes, Link, OffloadLink, Target, load_device
 from memfit.plans import Inputs, build_policy
 from memfit.sharding import ShardEngine, ShardOptions
 from memfit.solve import Problem, SolveOptions
 from memfit.verify import calibrate_engines
-from memfit.verify.engine_calibration import ShardedSample, fit_engine
+from memfit.verify.engine_calibration import ShardedSample, ShardedTime, fit_engine
 
 SIZE = Size(batch=2, length=32, width=64)
-MEASURED = EngineTimes(engine="fsdp2", slowdown=1.5, collective_ms=0.25, waiting=0.1, second_run_ms=0.02)
+MEASURED = EngineTimes(
+    engine="fsdp2", slowdown=1.5, collective_ms=0.25, waiting=0.1, second_run_ms=0.02, offload_s_per_byte=2e-9
+)
 
 
 def calibration(*engines: EngineTimes) -> Calibration:
@@ -49,7 +51,13 @@ def problem_on(device: Device, engine: ShardEngine = "fsdp2") -> Problem:
 
 def sample(communication_ms: float, collectives: int, local_ms: float, ops: int) -> ShardedSample:
     """What the engine of `MEASURED` would take."""
-    added = MEASURED.slowdown * communication_ms + MEASURED.collective_ms * collectives + MEASURED.waiting * local_ms
+
+    def adds(communication_ms: float, collectives: int) -> float:
+        moved_ms = MEASURED.slowdown * communication_ms + MEASURED.collective_ms * collectives
+        return moved_ms + MEASURED.waiting * local_ms
+
+    added, fewer = adds(communication_ms, collectives), collectives - collectives // 3
+    kept_ms = local_ms + adds(0.6 * communication_ms, fewer)
     return ShardedSample(
         local_ms=local_ms,
         sharded_ms=local_ms + added,
@@ -58,6 +66,10 @@ def sample(communication_ms: float, collectives: int, local_ms: float, ops: int)
         communication_ms=communication_ms,
         recompute_ops_ms=3.0,
         second_run_ops=ops,
+        kept=ShardedTime(ms=kept_ms, collectives=fewer, communication_ms=0.6 * communication_ms),
+        offloading_ms=local_ms + added + 5.0 + 1e3 * MEASURED.offload_s_per_byte * 10_000_000,
+        offload_waits_ms=5.0,
+        offloaded_bytes=10_000_000,
     )
 
 
@@ -69,7 +81,9 @@ def test_an_engines_figures_are_recovered_from_what_its_steps_took() -> None:
 
 def test_no_figure_is_negative_where_sharded_steps_took_less_than_others() -> None:
     samples = [dataclasses.replace(sample(20, 12, 200, 150), sharded_ms=150.0, planned_ms=140.0)] * 3
-    assert min(dataclasses.astuple(fit_engine("fsdp2", samples))[1:]) > 0
+    found = fit_engine("fsdp2", samples)
+    assert found.offload_s_per_byte >= 0
+    assert min(dataclasses.astuple(dataclasses.replace(found, offload_s_per_byte=1.0))[1:]) > 0
 
 
 def test_a_sharded_step_takes_what_was_measured_of_its_engine(tmp_path: Path) -> None:
@@ -140,3 +154,16 @@ def test_an_engine_that_casts_parameters_to_16_bits_has_figures_of_its_own(tmp_p
     assert measured.second_run_ms == 0.05 and other.second_run_ms == 0.02
     assert measured.exposed_ms - other.exposed_ms == pytest.approx(0.5 * len(measured.sharding.transfers))
     assert problem_on(device).second_run_ms == 0.02, "parameters of 32 bits are not cast"
+
+
+def test_copies_take_what_was_measured_under_their_engine(tmp_path: Path) -> None:
+    disk = OffloadLink(name="disk", to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, compute_s_per_byte=1e-10)
+    found = dataclasses.replace(calibration(MEASURED), disk=disk)
+    device = load_device(str(found.save(tmp_path / "two-ranks.toml")))
+    links = []
+    for engine in ("fsdp2", "sharded"):
+        problem = problem_on(device, engine)  # type: ignore[arg-type]
+        able = dataclasses.replace(problem, options=dataclasses.replace(problem.options, offload=True))
+        assert problem.offload_link is None and able.offload_link is not None
+        links.append(able.offload_link.compute_s_per_byte)
+    assert links == pytest.approx([2.1e-9, 1e-10])

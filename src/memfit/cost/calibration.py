@@ -110,7 +110,7 @@ class Calibration:
                 lines += table(f"links.peer.collectives.{rate.kind}", figures)
         for each in self.engines:
             figures = {name: getattr(each, name) for name in EngineTimes.__dataclass_fields__ if name != "engine"}
-            lines += table(f"engines.{each.engine}", figures)
+            lines += table(f"engines.{each.engine}", {name: figure for name, figure in figures.items() if figure})
         if self.disk is not None:
             rates = {
                 "write_bytes_per_s": self.disk.to_host_bytes_per_s,

@@ -67,7 +67,8 @@ class EngineTimes:
     Collectives take `slowdown` times as long in a step as by themselves, where sending and receiving does not compete
     with compute. `collective_ms` is what the host takes for each beyond that: hooks, buffers, the views of parameters.
     `waiting` is the part of a step's ops for which ranks wait for the slowest of them. `second_run_ms` is that of
-    `HostTimes`, under this engine. `fsdp2-half` is the engine where it casts parameters to 16 bits.
+    `HostTimes`, under this engine. `offload_s_per_byte` is what a byte that leaves and comes back takes beyond what was
+    measured of the disk. `fsdp2-half` is the engine where it casts parameters to 16 bits.
     """
 
     engine: str
@@ -75,6 +76,7 @@ class EngineTimes:
     collective_ms: float
     waiting: float
     second_run_ms: float
+    offload_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

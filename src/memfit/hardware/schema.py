@@ -183,6 +183,7 @@ class EngineTable(FigureTable, frozen=True):
     collective_ms: Number
     waiting: Number
     second_run_ms: Number
+    offload_s_per_byte: Number | None = None
 
 
 class DeviceFile(FigureTable, frozen=True):
@@ -435,9 +436,10 @@ def _efficiency(
 
 
 def _engine(name: str, table: EngineTable, reader: Reader) -> EngineTimes:
-    names = EngineTable.__struct_fields__
+    figures = {each: getattr(table, each) for each in EngineTable.__struct_fields__}
+    known = {each: figure for each, figure in figures.items() if figure is not None}
     return EngineTimes(
-        engine=name, **{each: reader.number(f"engines.{name}.{each}", getattr(table, each)) for each in names}
+        engine=name, **{each: reader.number(f"engines.{name}.{each}", figure) for each, figure in known.items()}
     )
 
 

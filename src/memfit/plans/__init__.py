@@ -1,6 +1,6 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
-from memfit.plans.build import build_plan, build_policy
+from memfit.plans.build import build_checkpoint, build_plan, build_policy
 from memfit.plans.device_result import DevicePoint, DeviceSearch
 from memfit.plans.document import Plan, load
 from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
@@ -24,6 +24,7 @@ from memfit.plans.record import (
     LoopRecord,
     MicroBatchRecord,
     ModelCallRecord,
+    OffloadLinkRecord,
     OutputRecord,
     ParameterRecord,
     PeakAt,
@@ -72,6 +73,7 @@ __all__ = [
     "MicroBatchRecord",
     "Model",
     "ModelCallRecord",
+    "OffloadLinkRecord",
     "OutputRecord",
     "Over",
     "ParameterRecord",
@@ -90,6 +92,7 @@ __all__ = [
     "TargetRecord",
     "TraceRecord",
     "UnitOp",
+    "build_checkpoint",
     "build_plan",
     "build_policy",
     "build_trace_record",

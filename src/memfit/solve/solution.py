@@ -13,7 +13,7 @@ import numpy as np
 from memfit.capture import NO_INDEX, Trace, no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
-from memfit.hardware import OffloadLink, Target
+from memfit.hardware import EngineTimes, OffloadLink, Target
 from memfit.memory import Bytes, Timeline
 from memfit.sharding import ShardEngine, Sharding, ShardOptions, captured_ranks, shard
 from memfit.solve.decisions import Decided
@@ -172,12 +172,16 @@ class Problem:
     @property
     def second_run_ms(self) -> float:
         """What the host takes for each op of a unit that is recomputed, beyond the ops themselves."""
-        device = self.target.device
-        measured = None
-        if self.sharding is not None:
-            half = self.sharding.param_dtype in ("bfloat16", "float16")
-            measured = device.engine(self.options.shard.engine or "fsdp2", half=half)
-        return device.efficiency.host.second_run_ms if measured is None else measured.second_run_ms
+        measured = self._engine_times
+        return self.target.device.efficiency.host.second_run_ms if measured is None else measured.second_run_ms
+
+    @property
+    def _engine_times(self) -> EngineTimes | None:
+        """What was measured of the engine that shards on this device, if anything."""
+        if self.sharding is None:
+            return None
+        half = self.sharding.param_dtype in ("bfloat16", "float16")
+        return self.target.device.engine(self.options.shard.engine or "fsdp2", half=half)
 
     def _with_offload(
         self,
@@ -250,7 +254,12 @@ class Problem:
         """
         is_granted = self.options.decide is not None or self.target.host_memory_bytes is not None
         is_decided = "offload" in self.options.decided and self.target.device.type != "cpu" and is_granted
-        return self.target.device.offload_link if self.options.offload or is_decided else None
+        link, measured = self.target.device.offload_link, self._engine_times
+        if link is None or not (self.options.offload or is_decided):
+            return None
+        if measured is None:
+            return link
+        return replace(link, compute_s_per_byte=link.compute_s_per_byte + measured.offload_s_per_byte)
 
     @cached_property
     def windows(self) -> dict[str, OffloadWindow]:

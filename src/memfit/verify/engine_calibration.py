@@ -1,14 +1,17 @@
 """Calibration of the engines that shard: what their steps take on the ranks of a machine beyond the ops.
 
-Note [Engines beside ops]: a small training step runs on every rank at once in three ways, in turns: without sharding,
-sharded by an engine, and so under a plan. What sharding adds is explained by three things,
+Note [Engines beside ops]: a small training step runs on every rank at once in five ways, in turns: without sharding,
+sharded by an engine, so with units that stay gathered between forward and backward, under a plan that recomputes, and
+under one that offloads all that it may. What sharding adds is explained by three things,
 
     added = slowdown x (collectives and copies by themselves)  +  collective_ms x collectives  +  waiting x ops
 
 of which the first are what the link's figures say and the last are the step without sharding: ranks wait at every
 collective for the slowest, and the longer they have computed, the farther apart they are. Steps differ in what they
-have most of, so that the three can be told apart. What the plan adds, less the ops that it recomputes, is the host's
-part of a recompute: `second_run_ms` for each op of a unit. The steps are memfit's reference models, no user's.
+have most of, so that the three can be told apart. What the first plan adds, less the ops that it recomputes, is the
+host's part of a recompute: `second_run_ms` for each op of a unit. What the second adds, less the waits for its copies
+that the disk's figures say, is what ranks that share cores lose to copies: `offload_s_per_byte`. The steps are memfit's
+reference models, no user's.
 
 An engine that casts parameters to 16 bits is measured by itself (`fsdp2-half`). Nothing but such an engine runs a step
 with parameters of 32 bits in 16, so there the step without sharding is what the figures of its ops say.
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +37,10 @@ from memfit.capture import Step
 from memfit.cost import Calibration, Size, language_step
 from memfit.errors import InputError
 from memfit.hardware import Device, EngineTimes
-from memfit.plans import Inputs, Plan, build_policy, plan
+from memfit.plans import Inputs, OffloadLinkRecord, Plan, build_checkpoint, build_policy, plan
 from memfit.sharding import ShardEngine, ShardOptions
-from memfit.solve import Problem, SolveOptions
+from memfit.solve import Candidate, Problem, SolveOptions
+from memfit.tradeoff import Policy
 
 _ENGINES: tuple[ShardEngine, ...] = ("fsdp2", "sharded")
 _SIZES = (
@@ -52,6 +57,15 @@ _LEAST = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTime:
+    """The time of a step whose units stay gathered, and its collectives."""
+
+    ms: float
+    collectives: int
+    communication_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedSample:
     """What one step took, and what of it the other figures know."""
 
@@ -63,6 +77,10 @@ class ShardedSample:
     """Collectives and copies, as the link's and the memory's figures say."""
     recompute_ops_ms: float
     second_run_ops: int
+    kept: ShardedTime | None = None
+    offloading_ms: float = 0.0
+    offload_waits_ms: float = 0.0
+    offloaded_bytes: int = 0
 
 
 def calibrate_engines(
@@ -90,21 +108,31 @@ def calibrate_engines(
 
 def fit_engine(engine: str, samples: Sequence[ShardedSample]) -> EngineTimes:
     """Return the figures that come nearest to what sharded steps and planned ones took, each weighed by its length."""
-    rows = np.array([(each.communication_ms, each.collectives, each.local_ms) for each in samples])
-    added = np.array([each.sharded_ms - each.local_ms for each in samples])
-    weights = 1.0 / np.array([each.sharded_ms for each in samples])
+    timed = [
+        (ShardedTime(ms=each.sharded_ms, collectives=each.collectives, communication_ms=each.communication_ms), each)
+        for each in samples
+    ]
+    timed += [(each.kept, each) for each in samples if each.kept is not None]
+    rows = np.array([(found.communication_ms, found.collectives, each.local_ms) for found, each in timed])
+    added = np.array([found.ms - each.local_ms for found, each in timed])
+    weights = 1.0 / np.array([found.ms for found, _ in timed])
     slowdown, collective_ms, waiting = _fit_non_negative(rows * weights[:, None], added * weights).tolist()
     spare = [
         (each.planned_ms - each.sharded_ms - each.recompute_ops_ms) / each.second_run_ops
         for each in samples
         if each.second_run_ops
     ]
+    away_bytes = sum(each.offloaded_bytes for each in samples)
+    lost_ms = sum(
+        each.offloading_ms - each.sharded_ms - each.offload_waits_ms for each in samples if each.offloaded_bytes
+    )
     return EngineTimes(
         engine=engine,
         slowdown=max(_LEAST, slowdown),
         collective_ms=max(_LEAST, collective_ms),
         waiting=max(_LEAST, waiting),
         second_run_ms=max(_LEAST, statistics.median(spare) if spare else _LEAST),
+        offload_s_per_byte=max(0.0, lost_ms / 1e3 / away_bytes) if away_bytes else 0.0,
     )
 
 
@@ -135,14 +163,18 @@ def _measure(engine: ShardEngine, device: Device, size: Size, *, plain: bool, ha
         language_step(size, plain=plain), target=device, ranks=dist.get_world_size(), options=options, progress=False
     ).problem()
     sharded = msgspec.structs.replace(planned, checkpoint=())
-    runs = [_runner(size, plain, each) for each in ((sharded, planned) if half else (None, sharded, planned))]
+    kept, kept_problem = _kept(language_step(size, plain=plain), device, options)
+    offloading, away = _offloading(problem, sharded)
+    plans = [*([] if half else [None]), sharded, planned, kept, *([] if offloading is None else [offloading])]
+    runs = [_runner(size, plain, each) for each in plans]
     laps: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, found in zip(runs, laps, strict=True):
             found += _slowest_laps(run)
-    *local, sharded_ms, planned_ms = (statistics.median(each) for each in laps)
-    local_ms = local[0] if local else problem.runtime.total_ms
-    assert problem.sharding is not None
+    times = [statistics.median(each) for each in laps]
+    local_ms = problem.runtime.total_ms if half else times.pop(0)
+    sharded_ms, planned_ms, kept_ms, *offloading_ms = times
+    assert problem.sharding is not None and kept_problem.sharding is not None
     recompute_ms, ops = _recompute(problem, planned)
     return ShardedSample(
         local_ms=local_ms,
@@ -152,7 +184,43 @@ def _measure(engine: ShardEngine, device: Device, size: Size, *, plain: bool, ha
         communication_ms=problem.sharding.exposed_ms,
         recompute_ops_ms=recompute_ms * local_ms / problem.runtime.total_ms,
         second_run_ops=ops,
+        kept=ShardedTime(
+            ms=kept_ms,
+            collectives=len(kept_problem.sharding.transfers),
+            communication_ms=kept_problem.sharding.exposed_ms,
+        ),
+        offloading_ms=offloading_ms[0] if offloading_ms else 0.0,
+        offload_waits_ms=sum(policy.exposed_ms for _, policy in away),
+        offloaded_bytes=sum(policy.offloaded_bytes for _, policy in away),
     )
+
+
+def _kept(step: Step, device: Device, options: SolveOptions) -> tuple[Plan, Problem]:
+    """Return the plan under which every unit stays gathered and nothing is recomputed, and its problem."""
+    shard = replace(options.shard, reshard_after_forward=False)
+    asked: dict[str, Any] = {"target": device, "ranks": dist.get_world_size(), "progress": False}
+    asked["options"] = replace(options, shard=shard)
+    found = plan(step, **asked)
+    return msgspec.structs.replace(found, checkpoint=()), Inputs.of(step, **asked).problem()
+
+
+def _offloading(problem: Problem, sharded: Plan) -> tuple[Plan | None, list[tuple[Candidate, Policy]]]:
+    """Return the plan under which units offload all that they may, and its policies; None where nothing can leave."""
+    link = problem.target.device.offload_link
+    if link is None:
+        return None, []
+    able = replace(problem, options=replace(problem.options, offload=True))
+    away = []
+    for candidate in able.candidates:
+        policies = [policy for policy in candidate.policies if policy.offload and policy.stop < 0]
+        if policies:
+            away.append((candidate, max(policies, key=lambda policy: policy.offloaded_bytes)))
+    if not away:
+        return None, []
+    entries = [build_checkpoint(problem.runtime.trace, each.unit, policy, each.window) for each, policy in away]
+    record = msgspec.convert(link, OffloadLinkRecord, from_attributes=True)
+    ordered = tuple(sorted(entries, key=lambda entry: entry.begin))
+    return msgspec.structs.replace(sharded, checkpoint=ordered, offload_link=record), away
 
 
 def _plan(step: Step, device: Device, options: SolveOptions) -> Plan:
