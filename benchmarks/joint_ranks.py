@@ -1,9 +1,11 @@
 """Joint plans on two ranks over Gloo, with both engines, against planning less, in parts, and by hand.
 
 What `joint.py` does in one process, for sharded steps: one thread a rank, ops, links, engines and disk calibrated by
-all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, steps of all methods by turns behind a barrier, the
-slowest rank counts, medians. Budgets lie between the smallest that checkpointing alone can meet and what the sharded
-step needs. `--folder` keeps the calibration and what was found; what is there is not done again.
+all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, two models of each plan, steps of all by turns
+behind a barrier, the slowest rank counts, medians. How far two models of one plan are apart is up to the machine and to
+no plan; the median of that is printed beside the ratios. Budgets lie between the smallest that checkpointing alone can
+meet and what the sharded step needs. `--folder` keeps the calibration and what was found; what is there is not done
+again.
 
 - joint: `decide=("loss", "offload", "reshard", "prefetch")`
 - checkpointing: the plan that recomputes and nothing else, resharding always
@@ -58,6 +60,8 @@ SHAPES: dict[str, dict[str, int]] = {
     "vit": {"batch": 16},
     "unet": {},
 }
+MODELS = 2
+"""So many models are timed of each plan."""
 JOINT, LOSS_FIRST, EVERY = "joint", "loss first", "every block"
 
 
@@ -105,13 +109,13 @@ def trained(case: Case, plan: Plan) -> Callable[[], None]:
 
 
 def measure(steps: list[Callable[[], None]], rounds: int) -> list[float]:
-    """Return the median time of each on the slowest rank, by turns."""
+    """Return the median time of each on the slowest rank, by turns, in changing order."""
     times = torch.zeros(rounds, len(steps), dtype=torch.float64)
     for step in steps * 2:
         step()
     for number in range(rounds):
-        for place in range(len(steps)):
-            turn = (place + number) % len(steps)
+        order = [(place + 5 * number) % len(steps) for place in range(len(steps))]
+        for turn in order[:: 1 if number % 2 else -1]:
             dist.barrier()
             began = time.perf_counter()
             steps[turn]()
@@ -157,8 +161,9 @@ def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]
     checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
     keys = [_key(plan) for _, _, plan in made]
     different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}
-    measured = measure([trained(case, plan) for plan in different.values()], rounds)
-    of_key = dict(zip(different, measured, strict=True))
+    measured = measure([trained(case, plan) for _ in range(MODELS) for plan in different.values()], rounds)
+    of_model = [measured[place :: len(different)] for place in range(len(different))]
+    of_key = {key: statistics.fmean(found) for key, found in zip(different, of_model, strict=True)}
     predicted = [(plan.predicted.peak_bytes, plan.predicted.step_ms) for _, _, plan in made if plan.predicted]
     return {
         "model": case.name,
@@ -167,6 +172,7 @@ def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]
             (method, budget, of_key[key], *figures, _does(plan))
             for (method, budget, plan), key, figures in zip(made, keys, predicted, strict=True)
         ],
+        "apart": [max(found) / min(found) - 1 for found in of_model],
         "ok": [found.ok for found in checks],
         "findings": [each for found in checks for each in found.findings],
         "peaks": [max(each.peak.measured_bytes for each in found.ranks) for found in checks],
@@ -188,6 +194,7 @@ def show(rows: list[dict[str, Any]]) -> list[float]:
     ratios = []
     for row in rows:
         print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}", *row["findings"], sep="; ")
+        print(f"  two models of one plan are {statistics.median(row['apart']):.1%} apart (median)")
         for place, (_, budget, ours, _, expected, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
             others = {
                 method: (ms, predicted)
@@ -224,6 +231,9 @@ def main() -> None:
         files = [result_file(folder, *pair, arguments.quick) for pair in pairs]
         rows = [json.loads(file.read_text()) for file in files]
     ratios = show(rows)
+    apart = statistics.median(each for row in rows for each in row["apart"])
+    print(f"two models of one plan are {apart:.1%} apart (median); points slower than that:", end=" ")
+    print(sum(each < 1 - apart for each in ratios), "of", len(ratios))
     print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")
     print(f"least: {min(ratios):.3f}, median {statistics.median(ratios):.3f} (must be at least 1)")
 

@@ -39,6 +39,7 @@ from functools import cached_property
 from memfit.capture import ChunkedLoss, Step, find_chunkable
 from memfit.cost import Cost
 from memfit.errors import InputError
+from memfit.hardware import Device
 from memfit.plans.least_budget import find_least_budget
 from memfit.plans.setting_bounds import SettingBounds
 from memfit.plans.setting_problems import EarlyChunks, SettingProblems
@@ -58,6 +59,16 @@ from memfit.solve import Status
 
 WORTH = 1e-3
 """A setting is looked at only if its bound is lower than the best by this part of the step."""
+WORTH_ON_CPU = 0.02
+"""The same where the device is a CPU. Ranks, copies and compute share its cores, and times of steps that were measured
+there are 3 to 5 % off what was predicted (docs/benchmarks.md, `ranks.py`): less is no gain that anybody would see."""
+
+
+def worth_on(device: Device) -> float:
+    """Return the part of a step that a decision must gain on a device to be taken."""
+    return WORTH_ON_CPU if device.type == "cpu" else WORTH
+
+
 _SLACK = 0.25
 """While settings are compared, they are solved up to this part of what is worth looking at; the best to the end."""
 TOGETHER = 40

@@ -14,7 +14,7 @@ from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
 from memfit.plans.decisions import find_decisions, price_ms_per_gib
 from memfit.plans.document import Plan
-from memfit.plans.joint import JointSearch
+from memfit.plans.joint import JointSearch, worth_on
 from memfit.plans.record import (
     Blocker,
     DdpPlan,
@@ -168,7 +168,15 @@ def _decide(first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChu
     if inputs.step is None and (named or options.loss_chunks not in (None, 1)):
         what = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
         raise InputError(f"SolveOptions({what}) captures the step in other ways; give the step, not its trace")
-    joint = JointSearch(first, inputs.step, inputs.cost, kinds, loss_chunks=options.loss_chunks, early=early)
+    joint = JointSearch(
+        first,
+        inputs.step,
+        inputs.cost,
+        kinds,
+        loss_chunks=options.loss_chunks,
+        early=early,
+        worth=worth_on(first.problem.target.device),
+    )
     with Progress("trying other settings of the step", show=inputs.progress):
         joint.run()
     return joint
