@@ -95,8 +95,10 @@ evidence: $(DEV) $(TIMM)
 compat: $(BASE)
 	$(BIN)/python tests/torch_versions/versions.py $(VERSIONS)
 
+# Pages run `memfit` while the site is built. The theme, mkdocs-material 9, is maintained until May 2027 and says so at
+# every start, unless told not to.
 docs: $(DOCS)
-	$(BIN)/mkdocs build --strict
+	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel and the sdist, and the wheel in an empty virtualenv outside of the repository: installs torch once more.
 wheel: $(DEV)
@@ -153,7 +155,9 @@ $(TRL): $(DEV)
 	$(PIP_INSTALL) --no-deps $(TRL_NEEDS)
 	touch $@
 
+# How-to pages train with the libraries of `zoo`.
 $(DOCS): $(INPUTS)
+	@echo "installing memfit and what builds its documentation into $(VENV), about two minutes ..."
 	$(ENSURE_VENV)
-	$(PIP_INSTALL) -e '.[docs]'
+	$(PIP_INSTALL) -e '.[docs,zoo]'
 	touch $@ $(BASE)
