@@ -97,8 +97,8 @@ compat: $(BASE)
 
 # Pages run `memfit` while the site is built. The theme, mkdocs-material 9, is maintained until May 2027 and says so at
 # every start, unless told not to.
-docs: $(DOCS)
-	PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: compiler $(DOCS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" COLUMNS=100 TORCH_CPP_LOG_LEVEL=ERROR NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The wheel and the sdist, and the wheel in an empty virtualenv outside of the repository: installs torch once more.
 wheel: $(DEV)
