@@ -99,6 +99,7 @@ compat: $(BASE)
 # every start, unless told not to.
 docs: compiler $(DOCS)
 	PATH="$(CURDIR)/$(BIN):$$PATH" COLUMNS=100 TORCH_CPP_LOG_LEVEL=ERROR NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tests/docs/built_site.py site
 
 # The wheel and the sdist, and the wheel in an empty virtualenv outside of the repository: installs torch once more.
 wheel: $(DEV)

@@ -195,8 +195,8 @@ def module_calls(enter: Any, leave: Any, failed: Any = None, around: Any = None)
 _COMMAND = os.path.join(os.path.dirname(os.path.dirname(__file__)), "cli", "command.py")
 """What is further out than the command is the program that started it, and no line of the user's."""
 _OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
-_TYPED = ("<stdin>", "<python-input-", "<ipython-input-", "<code block: ")
-"""Names of code without a file that a person wrote: Python's and IPython's prompts, blocks that markdown-exec runs."""
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
+"""What Python and IPython call code that was typed at their prompts."""
 
 
 class SourceTable:
