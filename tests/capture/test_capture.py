@@ -82,6 +82,15 @@ def test_source_lines_are_the_users() -> None:
     assert trace.source_of(derivative) == trace.source_of(tanh)
 
 
+@pytest.mark.parametrize("name", ["<stdin>", "<python-input-0>", "<ipython-input-3-0a1b2c>"])
+def test_what_was_typed_at_a_prompt_is_the_users(name: str) -> None:
+    typed: dict = {"nn": nn}
+    code = "class Typed(nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n"
+    exec(compile(code, name, "exec"), typed)
+    found = memfit.trace(memfit.Step(typed["Typed"](4, 4), torch.zeros(2, 4), loss=lambda y, _: y.sum()), target="cpu")
+    assert f"{name}:3 forward" in found.sources
+
+
 def test_categories_of_a_linear_layer() -> None:
     trace = traced(nn.Linear(8, 4), torch.randn(2, 8), loss=lambda output, _: output.sum())
     total = dict.fromkeys(Category, 0)

@@ -1,8 +1,9 @@
-"""Every block of Python in the documentation runs, page by page."""
+"""Every block of Python in the documentation runs, page by page, and every command that the site runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.code_blocks import Page, read_pages
+from tests.docs.code_blocks import DOCS, Page, read_pages
 from tests.presets.few_layers import few_layers
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,29 @@ def test_python_of_a_page_runs(page: Page, monkeypatch: pytest.MonkeyPatch, tmp_
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(compile(page.script(), page.name, "exec"), {"__name__": "__main__"})
+
+
+def _commands() -> list[pytest.param]:
+    found = []
+    for path in sorted(DOCS.rglob("*.md")):
+        blocks = re.findall(r"^```console exec[^\n]*\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        found += [pytest.param(block, id=f"{path.stem}-{number}") for number, block in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize("block", _commands())
+def test_commands_that_the_site_runs_succeed(block: str) -> None:
+    """As the build runs them, in the root of the repository."""
+    bin = str(Path(sys.executable).parent)
+    environment = os.environ | {
+        "PATH": os.pathsep.join([bin, os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    }
+    script = "set -e\n" + "\n".join(line.removeprefix("$ ") for line in block.splitlines())
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-1500:] + ended.stderr[-1500:]
 
 
 _END = """

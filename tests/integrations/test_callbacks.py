@@ -239,6 +239,15 @@ def test_a_slice_of_lightning_within_the_budget() -> None:
     compare_lightning("accumulated and clipped", steps=4)
 
 
+def test_lightning_measures_what_was_predicted_though_gradients_are_freed_inside_of_a_step() -> None:
+    callback = LightningCallback(budget=budget_for(lightning_step(Module(), next(iter(Module().train_dataloader())))))
+    make_lightning([callback], max_steps=5).fit(Module())
+    assert (
+        callback.measured_peak_bytes is not None and callback.plan is not None and callback.plan.predicted is not None
+    )
+    assert callback.measured_peak_bytes == pytest.approx(callback.plan.predicted.peak_bytes, rel=0.01)
+
+
 def test_the_batch_size_is_found_without_running_anything() -> None:
     """The largest whose peak is within the budget, and the next one's is not; the loader is made with it."""
 

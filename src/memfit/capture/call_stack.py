@@ -204,6 +204,8 @@ def module_calls(enter: Any, leave: Any, failed: Any = None, around: Any = None)
 _COMMAND = os.path.join(os.path.dirname(os.path.dirname(__file__)), "cli", "command.py")
 """What is further out than the command is the program that started it, and no line of the user's."""
 _OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+_TYPED = ("<stdin>", "<python-input-", "<ipython-input-")
+"""What Python and IPython call code that was typed at their prompts."""
 
 
 class SourceTable:
@@ -246,7 +248,7 @@ class SourceTable:
     def _is_users(self, filename: str) -> bool:
         users = self._foreign.get(filename)
         if users is None:
-            users = self._foreign[filename] = not filename.startswith((*_OWN, "<"))
+            users = self._foreign[filename] = filename.startswith(_TYPED) or not filename.startswith((*_OWN, "<"))
         return users
 
     def _intern(self, code: CodeType, line: int) -> int:
@@ -263,5 +265,7 @@ def _shorten(filename: str) -> str:
     for marker in (f"site-packages{os.sep}", f"dist-packages{os.sep}"):
         if marker in filename:
             return filename.split(marker, 1)[1]
+    if filename.startswith("<"):
+        return filename
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative

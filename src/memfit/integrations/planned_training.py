@@ -4,7 +4,8 @@ Callbacks of transformers and Lightning tell a `PlannedTraining` when training a
 
 Note [Measured in a library's loop]: on a GPU the allocator counts every step. On a CPU it counts nothing, so the
 profiler records its events in the third and the fourth step; frees of what was there before are missing from them,
-so only the fourth counts. An allocation of an odd size marks its beginning.
+so only the fourth counts. An allocation of an odd size marks its beginning. Gradients that were there before the third
+step and are gone by then (Lightning zeroes them between forward and backward) are subtracted at the mark.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import importlib
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -106,6 +108,7 @@ class PlannedTraining:
         self._recording: contextlib.ExitStack | None = None
         self._events: Any = None
         self._there_bytes = 0
+        self._gradients: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def begin(self, step: Step, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, prefetched: int) -> Plan:
         """Plan the step and apply the plan to the model, which may be wrapped; `step` has the model unwrapped.
@@ -180,9 +183,12 @@ class PlannedTraining:
             torch.cuda.reset_peak_memory_stats(device)
         elif device.type == "cpu" and self._steps == _MEASURED_STEPS[0] and not profiler_enabled():
             self._there_bytes = self._resident_bytes()
+            self._gradients = self._own_gradients()
             self._recording = contextlib.ExitStack()
             self._events = self._recording.enter_context(measured())
         elif self._recording is not None:
+            self._there_bytes -= sum(size for gradient, size in self._gradients if gradient() is None)
+            self._gradients = []
             torch.empty(_MARK_BYTES, dtype=torch.uint8)
 
     def end_step(self) -> None:
@@ -227,6 +233,13 @@ class PlannedTraining:
         for optimizer in self._optimizers:
             tensors += tree_leaves(list(optimizer.state.values()))
         return _storage_bytes(tensors) + self._prefetched_bytes
+
+    def _own_gradients(self) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+        """Return the gradients that are freed when they are set to None, and their bytes: no views of buckets."""
+        assert self._model is not None
+        found = [each.grad for each in self._model.parameters() if each.grad is not None]
+        whole = [each for each in found if each.nbytes == each.untyped_storage().nbytes()]
+        return [(weakref.ref(each), each.nbytes) for each in whole]
 
     def figures(self) -> dict[str, float]:
         """Return what is logged: the predicted peak, the measured one once it is known, and how often was replanned."""
