@@ -27,6 +27,7 @@ from memfit.capture.step_checks import check_batch_tensors, check_model, check_p
 from memfit.capture.trace_types import Trace
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
+from memfit.torch_private.modules import modules_by_path
 from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
 
 
@@ -70,13 +71,15 @@ def trace(
         notes: list[str] = []
         built = step.build_model()
         model = _eager(built, notes)
-        check_model(model)
+        named = modules_by_path(model)
+        modules = [module for _, module in named]
+        check_model(named)
         check_batch_tensors(step.batch)
         cast = None if cast is None else cast.resolve(model)
-        held = held_generators(model.modules(), find_variables(step.run))
-        snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
+        held = held_generators(modules, find_variables(step.run))
+        snapshot = ValueSnapshot(modules, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
-        replicate = replicate and may_have_row(model)
+        replicate = replicate and may_have_row(modules)
         passed_blocks = False  # whether the last pass has left blocks of a row out, so that an error may be due to that
 
         def captured(

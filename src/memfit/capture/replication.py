@@ -527,9 +527,7 @@ class _Replication:
         if after:
             inputs, outputs = map(self._map_optimizer_ref, op.inputs), map(self._map_optimizer_ref, op.outputs)
         else:
-            inputs, outputs = (
-                map(self._map_ref, refs, itertools.repeat(position)) for refs in (op.inputs, op.outputs)
-            )
+            inputs, outputs = (map(self._map_ref, refs, itertools.repeat(position)) for refs in (op.inputs, op.outputs))
         mutated_op = self._map_op(op.mutated_op, position, after)
         made = self.owner[_OPS][op.mutated_op] if after and op.mutated_op != NO_INDEX else None
         if made is not None and made[1] == _TEMPLATE:  # of position 2, or of a block that it stood for
