@@ -24,6 +24,7 @@ from memfit.capture.rules import Rule, RuleContext
 from memfit.torch_private.autograd import base_of
 from memfit.torch_private.dispatch import (
     DeviceContext,
+    DisableTorchDispatch,
     DisableTorchFunction,
     TensorBase,
     device_constructors,
@@ -90,8 +91,11 @@ class Emulation(TorchFunctionMode):
         if getter is not None:
             return getter(args[0])
         name = func.__name__
-        if name == "__get__" or (name == "item" and self.recorder.is_host_number(args[0])):
+        if name == "__get__":
             return func(*args, **kwargs)
+        if name == "item" and self.recorder.is_host_number(args[0]):
+            with DisableTorchDispatch():
+                return func(*args, **kwargs)
         if self._inexact and (note := note_on(self._inexact, name, args)) is not None:
             self.recorder.notes.add(note)
         try:
