@@ -229,8 +229,10 @@ def _home(value: Any) -> str:
 
 def _runs_alone() -> bool:
     """Return whether no other thread is in code of the user's."""
-    for thread, frame in sys._current_frames().items():
-        place: types.FrameType | None = frame if thread != threading.get_ident() else None
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)  # a frame that holds itself would keep all that called it
+    for frame in frames.values():
+        place: types.FrameType | None = frame
         while place is not None:
             if _is_users_file(str(place.f_globals.get("__name__", ""))):
                 return False
