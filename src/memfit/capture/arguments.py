@@ -31,6 +31,9 @@ def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
             count += 1
             return {"t": count - 1}
         if isinstance(value, (list, tuple)):
+            if value and all(isinstance(item, torch.Tensor) for item in value):
+                count += len(value)
+                return [{"t": number} for number in range(count - len(value), count)]
             return [encode(item) for item in value]
         if isinstance(value, dict):
             return {key: encode(item) for key, item in value.items()}

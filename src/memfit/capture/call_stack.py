@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace_types import NO_INDEX, ModuleCall, Phase
-from memfit.capture.wrapped_models import own_modules, wrappers
+from memfit.capture.wrapped_models import with_wrappers
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.wrappers import own_class
 
@@ -64,8 +64,11 @@ class CallTracker:
     """Those whose forward runs, by the path of their module, each with the call that it is in."""
 
     def __post_init__(self) -> None:
-        self.modules = dict(own_modules(self.root))
-        self.wrappers = list(wrappers(self.root))
+        for path, module, inner in with_wrappers(self.root):
+            if inner is None:
+                self.modules[path] = module
+            else:
+                self.wrappers.append((path, module))
         self._wrappers = {id(wrapper): path for path, wrapper in self.wrappers}
         for path, module in self.modules.items():
             self._paths.setdefault(id(module), []).append(path)

@@ -134,6 +134,11 @@ class MetaTensors:
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         twin = self._storages.get(key_of(storage))
+        if twin is None and tensor.is_contiguous() and storage.nbytes() == tensor.nbytes:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+            self._storages[key_of(storage)] = made.untyped_storage()
+            self._kept.append(tensor)
+            return made
         if twin is None:
             twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
             self._storages[key_of(storage)] = twin

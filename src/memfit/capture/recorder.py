@@ -100,21 +100,29 @@ class Recorder(DispatchMode):
         on_device = self.device_type == "cpu" or (self.forced_device or "cpu") != "cpu"
         self.table.made(tensor.untyped_storage(), self.calls.current, on_device=on_device)
 
-    def adopt_like(self, tensor: torch.Tensor, like: torch.Tensor) -> int:
-        """Number a tensor that stands for one which ops that did not run would have made as they made another."""
-        number = self.table.new(tensor.untyped_storage(), max(0, self.table.now - 1), NO_INDEX)
-        self.produced_like(tensor, like)
-        return number
+    def adopt(self, tensor: torch.Tensor) -> int:
+        """Number a tensor that stands for one which ops that did not run would have made."""
+        return self.table.new(tensor.untyped_storage(), max(0, self.table.now - 1), NO_INDEX)
 
-    def produced_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
-        """Let a tensor be made, or seen as a view, by the ops of forward and backward that made another."""
-        number, other = self.table.number_of(tensor), self.table.number_of(like)
-        for producers, key, known in (
-            (self._producers, id(self._refs.ref(tensor, number)), self._producers.get(id(self._refs.ref(like, other)))),
-            (self._last_producer, number, self._last_producer.get(other)),
-        ):
-            if known is not None and self.ops[known].phase is not Phase.OPTIMIZER:
-                producers[key] = known
+    def producers(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
+        """Return the op of forward or backward that made a tensor or saw it as a view, and the last on its storage."""
+        number = self.table.number_of(tensor)
+        made, last = self._producers.get(id(self._refs.ref(tensor, number))), self._last_producer.get(number)
+        return self._unless_optimizer(made), self._unless_optimizer(last)
+
+    def set_producers(self, tensor: torch.Tensor, producers: tuple[int | None, int | None]) -> None:
+        """Let a tensor be made by the ops that made another, which stands for it."""
+        made, last = producers
+        if made is None and last is None:
+            return
+        number = self.table.number_of(tensor)
+        if made is not None:
+            self._producers[id(self._refs.ref(tensor, number))] = made
+        if last is not None:
+            self._last_producer[number] = last
+
+    def _unless_optimizer(self, op: int | None) -> int | None:
+        return None if op is None or self.ops[op].phase is Phase.OPTIMIZER else op
 
     # -- errors -----------------------------------------------------------------------------------------------------
 

@@ -222,12 +222,16 @@ class RowCapture:
         """Give the parameters of blocks that did not run gradients like those of the one that stands for them."""
         if self.problem:
             return
-        table = self.recorder.table
-        template = self.row.parameters[FIRST - 1]
+        table, recorder = self.recorder.table, self.recorder
+        template = [
+            (recorder.producers(like), like.grad, (None, None) if like.grad is None else recorder.producers(like.grad))
+            for like in self.row.parameters[FIRST - 1]
+        ]
         for index in sorted(self._passed_by):
             for parameter, like in zip(self.row.parameters[index], template, strict=True):
-                self.recorder.produced_like(parameter, like)
-                gradient, wanted = parameter.grad, like.grad
+                producers, wanted, producers_of_wanted = like
+                recorder.set_producers(parameter, producers)
+                gradient = parameter.grad
                 if wanted is None or gradient is not None:
                     if (wanted is None) != (gradient is None):
                         self.problem = "a block that did not run has a gradient"
@@ -243,7 +247,8 @@ class RowCapture:
                     return
                 made = torch.empty_strided(wanted.size(), wanted.stride(), dtype=wanted.dtype, device="meta")
                 parameter.grad = made
-                number = self.recorder.adopt_like(made, wanted)
+                number = recorder.adopt(made)
+                recorder.set_producers(made, producers_of_wanted)
                 self.stand_ins[number] = (index, table.number_of(wanted))
 
     # -- one call ---------------------------------------------------------------------------------------------------

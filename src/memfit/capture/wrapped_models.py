@@ -67,31 +67,28 @@ def own_modules(
     model: nn.Module, prefix: str = "", inner_of: InnerOf = inner_module
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that is no wrapper by its path without wrappers; one that has several, under each."""
-    left = [(prefix, model)]
-    while left:
-        path, outer = left.pop()
-        module = innermost(outer, inner_of)
-        yield path, module
-        left += _children(path, module)
+    return ((path, module) for path, module, inner in with_wrappers(model, prefix, inner_of) if inner is None)
 
 
 def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield every wrapper by the path of the module that it wraps."""
-    left = [(prefix, model)]
+    return ((path, module) for path, module, inner in with_wrappers(model, prefix) if inner is not None)
+
+
+def with_wrappers(
+    model: nn.Module, prefix: str = "", inner_of: InnerOf = inner_module
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield every module, also wrappers, by its path without wrappers, with the module that it wraps."""
+    left: list[tuple[str, nn.Module]] = [(prefix, model)]
     while left:
         path, module = left.pop()
-        inner = inner_module(module)
+        inner = inner_of(module)
+        yield path, module, inner
         if inner is not None:
-            yield path, module
             left.append((path, inner))
-        else:
-            left += _children(path, module)
-
-
-def _children(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the children of a module by their paths, the last one first."""
-    prefix = f"{path}." if path else ""
-    return [(prefix + name, child) for name, child in module_table(module).items() if child is not None][::-1]
+        elif children := module_table(module):
+            above = f"{path}." if path else ""
+            left += [(above + name, child) for name, child in children.items() if child is not None][::-1]
 
 
 def names_of_wrappers(model: nn.Module, inner_of: InnerOf = inner_module) -> tuple[str, ...]:

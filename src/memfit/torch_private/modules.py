@@ -40,9 +40,9 @@ def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         seen.add(id(module))
         found.append((path, module))
-        prefix = f"{path}." if path else ""
-        children = [(prefix + name, child) for name, child in module._modules.items() if child is not None]
-        left += children[::-1]
+        if children := module._modules:
+            prefix = f"{path}." if path else ""
+            left += [(prefix + name, child) for name, child in children.items() if child is not None][::-1]
     return found
 
 
