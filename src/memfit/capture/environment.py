@@ -239,9 +239,6 @@ def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
         return
     if depth < _DEPTH and any(value is seen for seen, _ in contents[-_DEPTH:]):  # it holds itself
         return
-    if not value:
-        contents.append((value, ()))  # most are: the hooks of a module
-        return
     contents.append((value, value.copy()))
     for item in value.values() if isinstance(value, dict) else value:
         _keep(item, contents, depth - 1)
@@ -249,10 +246,7 @@ def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
 
 def _put_back(value: Any, before: Any) -> None:
     """Give a list, a dict or a set the items that it had; one that has them still is not touched."""
-    if not before:
-        if value:
-            value.clear()
-    elif isinstance(value, list):
+    if isinstance(value, list):
         if len(value) != len(before) or not all(map(operator.is_, value, before)):
             value[:] = before
     elif isinstance(value, dict):
@@ -278,13 +272,21 @@ def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
     """Restore the attributes of objects after the block, and the items of lists, dicts and sets among these."""
     saved = [(vars(thing), dict(vars(thing))) for thing in objects]
     contents: list[tuple[Any, Any]] = []
+    empty: list[Any] = []  # most are: the hooks of a module
     for _, before in saved:
         for value in before.values():
-            if type(value) in RESTORED:
+            if type(value) not in RESTORED:
+                continue
+            if value:
                 _keep(value, contents, _DEPTH)
+            else:
+                empty.append(value)
     try:
         yield
     finally:
+        for value in empty:
+            if value:
+                value.clear()
         for value, before in (*contents, *saved):
             _put_back(value, before)
 

@@ -104,6 +104,8 @@ class StorageTable:
         """Return the numbers of an op's inputs; those never seen before are classified."""
         known = self.known
         numbers = [known.get(key) for key in storage_keys(tensors)]
+        if None not in numbers:
+            return numbers  # type: ignore[return-value]
         return [
             self.classify(tensor, module) if number is None else number
             for tensor, number in zip(tensors, numbers, strict=True)

@@ -10,6 +10,7 @@ import torch
 
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 
+_META = torch.device("meta")
 _ADAM = ("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
 
 
@@ -62,7 +63,7 @@ def _add_like(
                 return count
             size, stride = parameter.size(), parameter.stride()
             entries = {
-                name: torch.empty_strided(size, stride, dtype=like[name], device="meta")
+                name: torch.empty_strided(size, stride, dtype=like[name], device=_META)
                 if name in like
                 else counters[name].clone()
                 for name, _ in state
