@@ -32,6 +32,9 @@ def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
             count += 1
             return {"t": count - 1}
         if isinstance(value, (list, tuple)):
+            if value and all(isinstance(item, torch.Tensor) for item in value):
+                count += len(value)
+                return [{"t": number} for number in range(count - len(value), count)]
             return [encode(item) for item in value]
         if isinstance(value, dict):
             return {key: encode(item) for key, item in value.items()}
@@ -96,25 +99,29 @@ class TensorRefTable:
 
     def ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
         """Return the record of a tensor on the storage of this number; equal records are the same object."""
-        geometry = self._geometries.get((tensor.shape, tensor.stride(), tensor.dtype))
-        if geometry is None:
-            geometry = self._add_geometry(tensor)
-        offset = tensor.storage_offset()
-        key = (number, offset, id(geometry))
+        key = (number, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         ref = self._refs.get(key)
-        if ref is None:
-            ref = self._refs[key] = TensorRef(
-                storage=number, shape=geometry.shape, stride=geometry.stride, offset=int(offset), dtype=geometry.dtype
-            )
-            self.geometry_of[id(ref)] = geometry
+        return self._add(tensor, number, key) if ref is None else ref
+
+    def _add(self, tensor: torch.Tensor, number: int, key: Any) -> TensorRef:
+        geometry = self._geometries.get(key[2:])
+        if geometry is None:
+            geometry = self._geometries[key[2:]] = _geometry(tensor)
+        ref = self._refs[key] = TensorRef(
+            storage=number,
+            shape=geometry.shape,
+            stride=geometry.stride,
+            offset=int(tensor.storage_offset()),
+            dtype=geometry.dtype,
+        )
+        self.geometry_of[id(ref)] = geometry
         return ref
 
-    def _add_geometry(self, tensor: torch.Tensor) -> _Geometry:
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
-        geometry = _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
-        self._geometries[tensor.shape, stride, tensor.dtype] = geometry
-        return geometry
+
+def _geometry(tensor: torch.Tensor) -> _Geometry:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
+    return _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace_types import NO_INDEX, ModuleCall, Phase
-from memfit.capture.wrapped_models import own_modules, wrappers
+from memfit.capture.wrapped_models import with_wrappers
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.wrappers import own_class
 
@@ -56,15 +56,22 @@ class CallTracker:
     """Paths of modules that the forward called in eval mode (`is_trained`)."""
     _no_grad: dict[str, list[int]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
-    _modules: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    """The model's modules under all of their paths, wrappers aside."""
+    wrappers: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """The wrappers by the paths of their modules."""
     _wrappers: dict[int, str] = field(default_factory=dict)
     _open_wrappers: list[tuple[int, str]] = field(default_factory=list)
     """Those whose forward runs, by the path of their module, each with the call that it is in."""
 
     def __post_init__(self) -> None:
-        self._modules = dict(own_modules(self.root))
-        self._wrappers = {id(wrapper): path for path, wrapper in wrappers(self.root)}
-        for path, module in self._modules.items():
+        for path, module, inner in with_wrappers(self.root):
+            if inner is None:
+                self.modules[path] = module
+            else:
+                self.wrappers.append((path, module))
+        self._wrappers = {id(wrapper): path for path, wrapper in self.wrappers}
+        for path, module in self.modules.items():
             self._paths.setdefault(id(module), []).append(path)
 
     @property
@@ -147,7 +154,7 @@ class CallTracker:
 
     def _is_trained(self, path: str) -> bool:
         parts = path.split(".") if path else []
-        return is_trained(self._modules[".".join(parts[:count])] for count in range(len(parts) + 1))
+        return is_trained(self.modules[".".join(parts[:count])] for count in range(len(parts) + 1))
 
     def _path_of(self, module: nn.Module) -> str:
         paths = self._paths.get(id(module))

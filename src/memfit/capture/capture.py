@@ -27,6 +27,7 @@ from memfit.capture.step_checks import check_batch_tensors, check_model, check_p
 from memfit.capture.trace_types import Trace
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
+from memfit.torch_private.modules import modules_by_path
 from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
 
 
@@ -67,70 +68,77 @@ def trace(
             return _trace_ranks(step, device, sizes, resolve_rank(rank, sizes))
         if rank is not None:
             raise InputError(f"rank={rank!r} is for a step on several ranks; give their mesh, as in mesh={{'pp': 4}}")
-        notes: list[str] = []
-        built = step.build_model()
-        model = _eager(built, notes)
-        check_model(model)
-        check_batch_tensors(step.batch)
-        cast = None if cast is None else cast.resolve(model)
-        held = held_generators(model.modules(), find_variables(step.run))
-        snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
-        leftovers: list[weakref.ref[Any]] = []
-        replicate = replicate and may_have_row(model)
-        passed_blocks = False  # whether the last pass has left blocks of a row out, so that an error may be due to that
+        return _trace_step(step, device, cast, replicate)
 
-        def captured(
-            gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws, replicated: bool
-        ) -> StepCapture:
-            nonlocal passed_blocks
-            capture = StepCapture(
-                step,
-                model,
-                device,
-                gradients,
-                state,
-                draws,
-                held,
-                compiled=model is not built,
-                cast=cast,
-                replicate=replicated,
-            )
-            try:
-                capture.run()
-            finally:
-                passed_blocks = capture.row_capture is not None and capture.row_capture.passed
-                leftovers.extend(capture.leftovers)
-                snapshot.restore()
-            return capture
 
-        def capture_once(draws: RandomDraws, replicated: bool) -> Trace:
-            capture = captured({}, {}, draws, replicated)
-            if capture.left_gradients or capture.left_state:
-                capture = captured(capture.left_gradients, capture.left_state, draws, replicated)
-            return capture.result(notes)
+def _trace_step(step: Step, device: Device, cast: ParameterCast | None, replicate: bool) -> Trace:
+    """Capture a step in a process made neutral; all that this takes is let go of when it returns."""
+    notes: list[str] = []
+    built = step.build_model()
+    model = _eager(built, notes)
+    named = modules_by_path(model)
+    modules = [module for _, module in named]
+    check_model(named)
+    check_batch_tensors(step.batch)
+    cast = None if cast is None else cast.resolve(model)
+    held = held_generators(modules, find_variables(step.run))
+    snapshot = ValueSnapshot(modules, (step.run, step.loss, step.optimizer, step.model))
+    leftovers: list[weakref.ref[Any]] = []
+    replicate = replicate and may_have_row(modules)
+    passed_blocks = False  # whether the last pass has left blocks of a row out, so that an error may be due to that
 
-        def capture_with(draws: RandomDraws) -> Trace:
-            nonlocal replicate
-            if replicate:
-                try:
-                    found = capture_once(draws, True)
-                    if not draws.read:
-                        return found
-                except Exception as error:
-                    if not isinstance(error, NotRepeated) and not passed_blocks:
-                        raise  # an error of the step, before anything of it was left out
-                replicate = False
-                draws.read.clear()
-            return capture_once(draws, False)
-
+    def captured(
+        gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws, replicated: bool
+    ) -> StepCapture:
+        nonlocal passed_blocks
+        capture = StepCapture(
+            step,
+            model,
+            device,
+            gradients,
+            state,
+            draws,
+            held,
+            compiled=model is not built,
+            cast=cast,
+            replicate=replicated,
+        )
         try:
-            with same_generators(held):
-                result = largest_path(capture_with)
-        except BaseException as error:
-            for note in remove_leftovers(leftovers, error):
-                warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
-            raise
-        return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
+            capture.run()
+        finally:
+            passed_blocks = capture.row_capture is not None and capture.row_capture.passed
+            leftovers.extend(capture.leftovers)
+            snapshot.restore()
+        return capture
+
+    def capture_once(draws: RandomDraws, replicated: bool) -> Trace:
+        capture = captured({}, {}, draws, replicated)
+        if capture.left_gradients or capture.left_state:
+            capture = captured(capture.left_gradients, capture.left_state, draws, replicated)
+        return capture.result(notes)
+
+    def capture_with(draws: RandomDraws) -> Trace:
+        nonlocal replicate
+        if replicate:
+            try:
+                found = capture_once(draws, True)
+                if not draws.read:
+                    return found
+            except Exception as error:
+                if not isinstance(error, NotRepeated) and not passed_blocks:
+                    raise  # an error of the step, before anything of it was left out
+            replicate = False
+            draws.read.clear()
+        return capture_once(draws, False)
+
+    try:
+        with same_generators(held):
+            result = largest_path(capture_with)
+    except BaseException as error:
+        for note in remove_leftovers(leftovers, error):
+            warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
+        raise
+    return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
 
 
 def _trace_ranks(step: Step, device: Device, sizes: dict[str, int], rank: int) -> Trace:

@@ -24,6 +24,7 @@ from memfit.capture.rules import Rule, RuleContext
 from memfit.torch_private.autograd import base_of
 from memfit.torch_private.dispatch import (
     DeviceContext,
+    DisableTorchDispatch,
     DisableTorchFunction,
     TensorBase,
     device_constructors,
@@ -69,13 +70,6 @@ class Emulation(TorchFunctionMode):
         self._context = context
         self._rules = rules
         self._inexact = inexact() if context.device_type == "cpu" else {}
-        self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
-            _getter("device"): self.device_of,
-            _getter("is_meta"): lambda _: False,
-            _getter("is_cuda"): lambda tensor: self.device_of(tensor).type == "cuda",
-            _getter("is_cpu"): lambda tensor: self.device_of(tensor).type == "cpu",
-            torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
-        }
         self._factories = device_constructors()
         self.stand_ins: dict[int, torch.Tensor] = {}
 
@@ -87,12 +81,15 @@ class Emulation(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.stand_ins:
             args, kwargs = map_tensors(args, self._stand_in), map_tensors(kwargs, self._stand_in)
-        getter = self._getters.get(func)
+        getter = _GETTERS.get(func)
         if getter is not None:
-            return getter(args[0])
+            return getter(self, args[0])
         name = func.__name__
-        if name == "__get__" or (name == "item" and self.recorder.is_host_number(args[0])):
+        if name == "__get__":
             return func(*args, **kwargs)
+        if name == "item" and self.recorder.is_host_number(args[0]):
+            with DisableTorchDispatch():
+                return func(*args, **kwargs)
         if self._inexact and (note := note_on(self._inexact, name, args)) is not None:
             self.recorder.notes.add(note)
         try:
@@ -269,6 +266,15 @@ def _default_device_type() -> str:
 def _getter(name: str) -> Any:
     """Return what a function mode is called with when the attribute of a tensor is read."""
     return vars(TensorBase)[name].__get__
+
+
+_GETTERS: dict[Any, Callable[[Emulation, torch.Tensor], Any]] = {
+    _getter("device"): Emulation.device_of,
+    _getter("is_meta"): lambda *_: False,
+    _getter("is_cuda"): lambda emulation, tensor: emulation.device_of(tensor).type == "cuda",
+    _getter("is_cpu"): lambda emulation, tensor: emulation.device_of(tensor).type == "cpu",
+    torch.Tensor.get_device: lambda emulation, tensor: 0 if emulation.device_of(tensor).type == "cuda" else -1,
+}
 
 
 @contextlib.contextmanager

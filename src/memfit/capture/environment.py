@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import operator
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -227,21 +228,43 @@ def without_initial_values() -> Iterator[None]:
         yield
 
 
-_COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)
+RESTORED = frozenset((list, dict, set, collections.OrderedDict, collections.defaultdict))
+"""Kinds of containers whose items `same_attributes` restores."""
 _DEPTH = 8
 
 
 def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
     """Copy a container, and those in it, to some depth."""
-    if type(value) not in _COPIED or depth == 0:
+    if type(value) not in RESTORED or depth == 0:
         return
     if depth < _DEPTH and any(value is seen for seen, _ in contents[-_DEPTH:]):  # it holds itself
         return
     contents.append((value, value.copy()))
-    if not value:
-        return
     for item in value.values() if isinstance(value, dict) else value:
         _keep(item, contents, depth - 1)
+
+
+def _put_back(value: Any, before: Any) -> None:
+    """Give a list, a dict or a set the items that it had; one that has them still is not touched."""
+    if isinstance(value, list):
+        if len(value) != len(before) or not all(map(operator.is_, value, before)):
+            value[:] = before
+    elif isinstance(value, dict):
+        if not _same_items(value, before):
+            value.clear()
+            value.update(before)
+    else:
+        value.clear()
+        value.update(before)
+
+
+def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Return whether two dicts have the very same keys and values, in the same order."""
+    return (
+        len(one) == len(other)
+        and all(map(operator.is_, one, other))
+        and all(map(operator.is_, one.values(), other.values()))
+    )
 
 
 @contextlib.contextmanager
@@ -249,21 +272,23 @@ def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
     """Restore the attributes of objects after the block, and the items of lists, dicts and sets among these."""
     saved = [(vars(thing), dict(vars(thing))) for thing in objects]
     contents: list[tuple[Any, Any]] = []
+    empty: list[Any] = []  # most are: the hooks of a module
     for _, before in saved:
         for value in before.values():
-            _keep(value, contents, _DEPTH)
+            if type(value) not in RESTORED:
+                continue
+            if value:
+                _keep(value, contents, _DEPTH)
+            else:
+                empty.append(value)
     try:
         yield
     finally:
-        for value, before in contents:
-            value.clear()
-            if isinstance(value, list):
-                value.extend(before)
-            else:
-                value.update(before)
-        for attributes, before in saved:
-            attributes.clear()
-            attributes.update(before)
+        for value in empty:
+            if value:
+                value.clear()
+        for value, before in (*contents, *saved):
+            _put_back(value, before)
 
 
 _capturing = threading.local()

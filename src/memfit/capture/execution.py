@@ -228,6 +228,8 @@ class Executor:
                 elif len(written) == 1 and outcome.result is written[0]:
                     self._remembered[key] = (_WRITTEN, *price)
             return
+        if info.name.startswith("aten._foreach_"):
+            return  # all of an optimizer's tensors, once in a step
         outputs = tensors_of((outcome.result,))
         storages = [storage_key(tensor) for tensor in (*tensors, *outputs)]
         if outputs and len({*storages}) == len({*storages[: len(tensors)]}) + len(outputs):

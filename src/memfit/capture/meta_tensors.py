@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from memfit.capture.arguments import dataclass_values, is_wrapper, map_wrapper
-from memfit.capture.environment import same_attributes
+from memfit.capture.environment import RESTORED, same_attributes
 from memfit.capture.execution import KNOWN_VALUE_LIMIT
 from memfit.errors import InputError
 from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
-from memfit.torch_private.modules import buffer_table, parameter_table
+from memfit.torch_private.modules import buffer_table, modules_by_path, parameter_table
 from memfit.torch_private.storages import key_of, make_subclass, storage_key
 
 _META = torch.device("meta")
@@ -134,6 +134,11 @@ class MetaTensors:
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         twin = self._storages.get(key_of(storage))
+        if twin is None and tensor.is_contiguous() and storage.nbytes() == tensor.nbytes:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+            self._storages[key_of(storage)] = made.untyped_storage()
+            self._kept.append(tensor)
+            return made
         if twin is None:
             twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
             self._storages[key_of(storage)] = twin
@@ -166,7 +171,7 @@ def _rebuilt(value: Mapping, items: dict) -> Any:
 @contextlib.contextmanager
 def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
     """Replace the model's parameters and buffers by meta tensors; all attributes of all modules are restored."""
-    modules = list(model.modules())
+    modules = [module for _, module in modules_by_path(model)]
     with same_attributes(modules), _same_tables(modules):
         for module in modules:
             for name, parameter in parameter_table(module).items():
@@ -176,9 +181,12 @@ def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
                 if buffer is not None:
                     buffer_table(module)[name] = meta_tensors.buffer(buffer)
         for module in modules:
-            for name, value in list(vars(module).items()):
-                if type(value) in _TENSORLESS or name in _MODULE_TABLES:
-                    continue
+            own = [
+                (name, value)
+                for name, value in vars(module).items()
+                if type(value) not in _TENSORLESS and name not in _MODULE_TABLES
+            ]
+            for name, value in own:
                 if isinstance(value, torch.Tensor) and id(value) not in meta_tensors.of and not meta_tensors.compact:
                     vars(module)[name] = meta_tensors.attribute(value)
                 elif _mentions(value, meta_tensors):
@@ -188,12 +196,12 @@ def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore parameters and buffers, also where the table that holds them is a library's own kind of dict."""
+    """Restore parameters and buffers where the table that holds them is a library's own kind of dict."""
     tables: list[dict[str, Any]] = [
         table
         for module in modules
         for table in (parameter_table(module), buffer_table(module))
-        if isinstance(table, dict)
+        if isinstance(table, dict) and type(table) not in RESTORED
     ]
     before = [dict(table) for table in tables]
     try:
@@ -207,7 +215,7 @@ def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
                     table[name] = tensor
 
 
-_TENSORLESS = frozenset((bool, int, float, str, type(None), OrderedDict))
+_TENSORLESS = frozenset((bool, int, float, str, type(None), OrderedDict, set))
 """Kinds of attributes in which no tensor is looked for: most of a module's."""
 _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 

@@ -156,24 +156,14 @@ class OptimizerStates:
         self._recorder.in_optimizer = False
 
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Run the optimizer once without recording it; parameters and gradients are as before for the step to come.
-
-        Some optimizers free or replace a gradient that they have used, or give a parameter new data.
-        """
+        """Run the optimizer once without recording it; parameters and gradients are as before for the step to come."""
         recorder = self._recorder
         phase = recorder.phase
         self._making_state = True
-        with DisableTorchFunction(), disable_current_modes():
-            before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
         with recorder.table.pause(Category.OPTIMIZER_STATE):
             if args[1:] or kwargs or not init_adam_state(optimizer, self._made_while_paused):
-                optimizer.step(*args[1:], **kwargs)
-            with DisableTorchFunction(), disable_current_modes():
-                for parameter, gradient, data in before:
-                    if parameter.grad is not gradient:
-                        parameter.grad = gradient
-                    if storage_key(parameter) != storage_key(data):
-                        parameter.data = data
+                with _same_parameters(optimizer):
+                    optimizer.step(*args[1:], **kwargs)
         self._making_state = False
         recorder.phase = phase
         recorder.in_optimizer = True
@@ -201,8 +191,10 @@ class OptimizerStates:
             keeps_counters = self._recorder.device_type != "cpu" and id(parameter) not in on_device
 
             def note(tensor: torch.Tensor, numbers: list[int] = numbers, keeps: bool = keeps_counters) -> None:
-                counter = keeps and not tensor.is_meta and tensor.dim() == 0
-                if counter and table.number_of(tensor) == HOST:
+                number = table.number_of(tensor)
+                if number != HOST:
+                    numbers.append(number)
+                elif keeps and not tensor.is_meta and tensor.dim() == 0:  # a counter
                     table.hold_host(tensor.untyped_storage())
                 elif not table.in_host_memory(tensor):
                     numbers.append(table.adopt(tensor, Category.OPTIMIZER_STATE))
@@ -221,7 +213,6 @@ class OptimizerStates:
         """Return the state at the end of a step that did not begin with all of it; else nothing."""
         table = self._recorder.table
         drafts = table.drafts
-        state: LeftState = {}
         made_bytes = 0
         parameters = {table.number_of(parameter) for parameter, _ in self._parameters.values()}
 
@@ -232,18 +223,24 @@ class OptimizerStates:
             if own and drafts[number].alloc_at != BEFORE_STEP and drafts[number].category is None:
                 made_bytes += drafts[number].bytes
 
-        for key, optimizer in optimizers.items():
+        for optimizer in optimizers.values():
             if optimizer not in self._registered:  # it did not step: what it has is there all the same
                 self.register(optimizer)
-            entries_of = state.setdefault(key, {})
-            for parameter, entries in optimizer.state.items():
+            for entries in optimizer.state.values():
                 visit_tensors(entries, count)
-                if id(parameter) in self._parameters:
-                    entries_of[self._parameters[id(parameter)][1][0]] = _map_entries(entries, _like)
         replaced_bytes = sum(
             drafts[number].bytes for number in self._begun() if drafts[number].free_after != AFTER_STEP
         )
-        return state if made_bytes > replaced_bytes else {}
+        if made_bytes <= replaced_bytes:
+            return {}
+        return {
+            key: {
+                self._parameters[id(parameter)][1][0]: _map_entries(entries, _like)
+                for parameter, entries in optimizer.state.items()
+                if id(parameter) in self._parameters
+            }
+            for key, optimizer in optimizers.items()
+        }
 
     def _begun(self) -> set[int]:
         """Return the storages of state that the step began with."""
@@ -259,6 +256,20 @@ class OptimizerStates:
                 if isinstance(own, dict) and isinstance(entries, dict):
                     own.update({k: v for k, v in _map_entries(entries, _like).items() if k not in own})
             self.register(optimizer)
+
+
+@contextlib.contextmanager
+def _same_parameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore gradients and data of parameters after a step: some optimizers free or replace what they have used."""
+    with DisableTorchFunction(), disable_current_modes():
+        before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
+    yield
+    with DisableTorchFunction(), disable_current_modes():
+        for parameter, gradient, data in before:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+            if storage_key(parameter) != storage_key(data):
+                parameter.data = data
 
 
 def optimizers_by_key(

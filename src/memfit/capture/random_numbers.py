@@ -12,6 +12,7 @@ import math
 import random
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,13 @@ def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
     _GeneratorSearch(found).all_of(values)
     classes: dict[type, None] = {}
     for module in modules:
-        _GeneratorSearch(found).all_of(vars(module).values())
+        held = [
+            value
+            for name, value in vars(module).items()
+            if type(value) not in _ATOMS and name not in _TABLES and (type(value) not in _COLLECTIONS or value)
+        ]
+        if held:
+            _GeneratorSearch(found).all_of(held)
         classes.update(dict.fromkeys(type(module).__mro__))
     own = [each for each in classes if each.__module__.partition(".")[0] not in _OWN]
     for kind in own:
@@ -52,6 +59,9 @@ def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
 
 
 _ATOMS = frozenset((bool, int, float, str, type(None), torch.Tensor, nn.Parameter))
+_COLLECTIONS = frozenset((dict, OrderedDict, set, list, tuple))
+_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+"""What a module keeps there is looked at where it belongs, or is a tensor."""
 
 
 class _GeneratorSearch:

@@ -100,21 +100,29 @@ class Recorder(DispatchMode):
         on_device = self.device_type == "cpu" or (self.forced_device or "cpu") != "cpu"
         self.table.made(tensor.untyped_storage(), self.calls.current, on_device=on_device)
 
-    def adopt_like(self, tensor: torch.Tensor, like: torch.Tensor) -> int:
-        """Number a tensor that stands for one which ops that did not run would have made as they made another."""
-        number = self.table.new(tensor.untyped_storage(), max(0, self.table.now - 1), NO_INDEX)
-        self.produced_like(tensor, like)
-        return number
+    def adopt(self, tensor: torch.Tensor) -> int:
+        """Number a tensor that stands for one which ops that did not run would have made."""
+        return self.table.new(tensor.untyped_storage(), max(0, self.table.now - 1), NO_INDEX)
 
-    def produced_like(self, tensor: torch.Tensor, like: torch.Tensor) -> None:
-        """Let a tensor be made, or seen as a view, by the ops of forward and backward that made another."""
-        number, other = self.table.number_of(tensor), self.table.number_of(like)
-        for producers, key, known in (
-            (self._producers, id(self._refs.ref(tensor, number)), self._producers.get(id(self._refs.ref(like, other)))),
-            (self._last_producer, number, self._last_producer.get(other)),
-        ):
-            if known is not None and self.ops[known].phase is not Phase.OPTIMIZER:
-                producers[key] = known
+    def producers(self, tensor: torch.Tensor) -> tuple[int | None, int | None]:
+        """Return the op of forward or backward that made a tensor or saw it as a view, and the last on its storage."""
+        number = self.table.number_of(tensor)
+        made, last = self._producers.get(id(self._refs.ref(tensor, number))), self._last_producer.get(number)
+        return self._unless_optimizer(made), self._unless_optimizer(last)
+
+    def set_producers(self, tensor: torch.Tensor, producers: tuple[int | None, int | None]) -> None:
+        """Let a tensor be made by the ops that made another, which stands for it."""
+        made, last = producers
+        if made is None and last is None:
+            return
+        number = self.table.number_of(tensor)
+        if made is not None:
+            self._producers[id(self._refs.ref(tensor, number))] = made
+        if last is not None:
+            self._last_producer[number] = last
+
+    def _unless_optimizer(self, op: int | None) -> int | None:
+        return None if op is None or self.ops[op].phase is Phase.OPTIMIZER else op
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
@@ -205,13 +213,13 @@ class Recorder(DispatchMode):
                 with disable_current_modes():
                     return self.executor.lift(tensors[0], self.calls.path).detach()
             leaves = _leaves_device(func, tensors, kwargs)
-            inputs = [self._input(tensor) for tensor in tensors]
+            inputs = self._inputs(tensors)
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
             if self.device_type != "cpu" and func not in _COPIES and self._parted(inputs):
                 args, kwargs = self._meet_on_device(args, kwargs, inputs)
                 tensors, _ = self._arguments.split(args, kwargs)
-                inputs = [self._input(tensor) for tensor in tensors]
+                inputs = self._inputs(tensors)
             try:
                 geometry = self._call_geometry(func, inputs, arguments)
                 outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
@@ -306,7 +314,7 @@ class Recorder(DispatchMode):
         written = written_by(info, args, kwargs) if info.writes else []
         if info.in_place and all(tensor.is_meta for tensor in tensors):
             return written[0] if schema_of(func).returns else None
-        inputs = [self._input(tensor) for tensor in tensors]
+        inputs = self._inputs(tensors)
         geometry = self._call_geometry(func, inputs, arguments)
         leaves = _leaves_device(func, tensors, kwargs)
         # what was made while paused has no number yet, so the table is asked where it is
@@ -333,11 +341,8 @@ class Recorder(DispatchMode):
         geometry_of = self._refs.geometry_of
         return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
 
-    def _input(self, tensor: torch.Tensor) -> TensorRef:
-        number = self.table.known.get(storage_key(tensor))
-        if number is None:
-            number = self.table.classify(tensor, self.calls.path)
-        return self._refs.ref(tensor, number)
+    def _inputs(self, tensors: list[torch.Tensor]) -> list[TensorRef]:
+        return list(map(self._refs.ref, tensors, self.table.numbers_of_inputs(tensors, self.calls.path)))
 
     def _parted(self, inputs: list[TensorRef]) -> bool:
         """Return whether an op is given tensors in host memory, scalars aside, together with some on the device."""
@@ -432,24 +437,23 @@ class Recorder(DispatchMode):
         geometry_of = self._refs.geometry_of
         phase = self.table.phase
         call, forward_op = self._attribute(index)
-        on_device = self._on_device((ref.storage != HOST for ref in inputs), kwargs, leaves)
+        numbers = [ref.storage for ref in inputs]
+        on_device = self._on_device([number != HOST for number in numbers], kwargs, leaves)
         made = [
             self._refs.ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
             for output in outputs
         ]
-        if not on_device and all(ref.storage == HOST for ref in inputs):
+        if not on_device and all(number == HOST for number in numbers):
             return
         mutates: tuple[int, ...] = ()
         mutated_op = NO_INDEX
         if written:
-            targets = [self._refs.ref(tensor, self.table.number_of(tensor)) for tensor in written]
-            mutates = tuple(dict.fromkeys(ref.storage for ref in targets))
-            mutated_op = self._producer(targets[0])
-        numbers = [ref.storage for ref in inputs]
+            targets = self.table.numbers_of(written)
+            mutates = tuple(dict.fromkeys(targets))
+            mutated_op = self._producer(self._refs.ref(written[0], targets[0]))
         view = bool(made) and not mutates
-        for ref in inputs:
-            if ref.storage not in self._first_use:
-                self._first_use[ref.storage] = index
+        for number in numbers:
+            self._first_use.setdefault(number, index)
         for ref in made:
             self._producers[id(ref)] = index
             self._last_producer[ref.storage] = index
@@ -546,7 +550,7 @@ class Recorder(DispatchMode):
         if self.parallel is not None and (local := self.parallel.local(tensor)) is not tensor:
             return self.parallel.around(tensor, self.pack(local))
         with DisableTorchFunction():
-            ref = self._input(tensor)
+            (ref,) = self._inputs([tensor])
             number = ref.storage
             if number == HOST:
                 return tensor

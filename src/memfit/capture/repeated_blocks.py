@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,6 @@ from memfit.capture.equal_modules import differing_attributes, is_plain, watched
 from memfit.capture.recorder import Recorder
 from memfit.capture.storages import HOST
 from memfit.capture.trace_types import Phase
-from memfit.capture.wrapped_models import own_modules
 from memfit.torch_private.autograd import top_saved_tensor_hooks
 from memfit.torch_private.dispatch import DisableTorchFunction, function_modes
 from memfit.torch_private.kernels import ATTENTION_SWITCHES
@@ -61,21 +61,21 @@ class Row:
     differing: frozenset[tuple[str, str]]
 
 
-def may_have_row(model: nn.Module) -> bool:
-    """Return whether a model has enough modules in a list for a row of equal ones; a first look that takes no time."""
-    return any(map(_is_long, model.modules()))
+def may_have_row(modules: Iterable[nn.Module]) -> bool:
+    """Return whether one of a model's modules is long enough for a row of equal ones; a look that takes no time."""
+    return any(map(_is_long, modules))
 
 
 def _is_long(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module_table(module)) >= _LEAST
 
 
-def find_row(model: nn.Module) -> Row | None:
-    """Return the longest row of equal blocks in a `ModuleList` or `Sequential`, None where there is none worth it."""
-    modules = dict(own_modules(model))
-    counts: dict[int, int] = {}
-    for module in modules.values():
-        counts[id(module)] = counts.get(id(module), 0) + 1
+def find_row(modules: Mapping[str, nn.Module]) -> Row | None:
+    """Return the longest row of equal blocks in a `ModuleList` or `Sequential`, None where there is none worth it.
+
+    `modules` are those of a model under all of their paths.
+    """
+    counts = Counter(map(id, modules.values()))
     best: Row | None = None
     for path, module in modules.items():
         children = module_table(module)
@@ -222,12 +222,16 @@ class RowCapture:
         """Give the parameters of blocks that did not run gradients like those of the one that stands for them."""
         if self.problem:
             return
-        table = self.recorder.table
-        template = self.row.parameters[FIRST - 1]
+        table, recorder = self.recorder.table, self.recorder
+        template = [
+            (recorder.producers(like), like.grad, (None, None) if like.grad is None else recorder.producers(like.grad))
+            for like in self.row.parameters[FIRST - 1]
+        ]
         for index in sorted(self._passed_by):
             for parameter, like in zip(self.row.parameters[index], template, strict=True):
-                self.recorder.produced_like(parameter, like)
-                gradient, wanted = parameter.grad, like.grad
+                producers, wanted, producers_of_wanted = like
+                recorder.set_producers(parameter, producers)
+                gradient = parameter.grad
                 if wanted is None or gradient is not None:
                     if (wanted is None) != (gradient is None):
                         self.problem = "a block that did not run has a gradient"
@@ -243,7 +247,8 @@ class RowCapture:
                     return
                 made = torch.empty_strided(wanted.size(), wanted.stride(), dtype=wanted.dtype, device="meta")
                 parameter.grad = made
-                number = self.recorder.adopt_like(made, wanted)
+                number = recorder.adopt(made)
+                recorder.set_producers(made, producers_of_wanted)
                 self.stand_ins[number] = (index, table.number_of(wanted))
 
     # -- one call ---------------------------------------------------------------------------------------------------

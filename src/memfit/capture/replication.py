@@ -19,10 +19,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from memfit.capture.repeated_blocks import FIRST, LAST, NotRepeated
 from memfit.capture.trace_types import BEFORE_STEP, NO_INDEX, Category, ModuleCall, Op, Phase, Storage, TensorRef
@@ -31,7 +32,11 @@ _TEMPLATE = FIRST - 1
 _COMPARED = (_TEMPLATE - 1, _TEMPLATE, _TEMPLATE + 1)
 _POSITIONS = FIRST + LAST
 _OUTSIDE = -1
-_STATIC = ("name", "phase", "arguments", "flops", "read_bytes", "written_bytes", "workspace_bytes", "view", "random")
+_static = attrgetter(
+    *("name", "phase", "arguments", "flops", "read_bytes", "written_bytes", "workspace_bytes", "view", "random"),
+    *("saved", "source"),
+)
+"""Gives what ops of equal blocks have in common."""
 _OPS, _STORAGES, _CALLS = 0, 1, 2
 
 Form = tuple[int, int]
@@ -96,7 +101,10 @@ class _Replication:
         self._storage_forms: dict[int, Form] = {}
         self._refs: list[tuple[TensorRef, Form]] = []
         self._ref_index: dict[TensorRef, int] = {}
-        self._mapped_refs: dict[tuple[TensorRef, int], TensorRef] = {}
+        self._mapped_refs: dict[tuple[int, int], TensorRef] = {}
+        """By the identity of a record and the position of who uses it."""
+        self._optimizer_refs: dict[int, TensorRef] = {}
+        """By the identity of a record; an optimizer's lists have thousands of them, several times over."""
 
     # -- where everything is ----------------------------------------------------------------------------------------
 
@@ -289,11 +297,8 @@ class _Replication:
         found = []
         for three in self._three(each, _OPS, self.ops):
             template = three[1]
-            for op in three:
-                if op.saved != template.saved or op.source != template.source:
-                    raise NotRepeated("blocks differ in their ops")
-                if any(getattr(op, name) != getattr(template, name) for name in _STATIC):
-                    raise NotRepeated("blocks differ in their ops")
+            if not _static(three[0]) == _static(template) == _static(three[2]):
+                raise NotRepeated("blocks differ in their ops")
             found.append(
                 (
                     template,
@@ -411,33 +416,19 @@ class _Replication:
         return found
 
     def _refs_of(self, k: int) -> list[TensorRef]:
-        return [
-            TensorRef(
-                storage=form[0] + k * form[1], shape=ref.shape, stride=ref.stride, offset=ref.offset, dtype=ref.dtype
-            )
-            for ref, form in self._refs
-        ]
+        return [replace(ref, storage=form[0] + k * form[1]) for ref, form in self._refs]
 
     def _copy_ops(self, templates: list[tuple[Any, ...]], k: int, refs: list[TensorRef]) -> list[Op]:
+        ref = refs.__getitem__
         return [
-            Op(
-                name=op.name,
-                phase=op.phase,
+            replace(
+                op,
                 call=call[0] + k * call[1],
-                inputs=tuple([refs[i] for i in inputs]),
-                outputs=tuple([refs[i] for i in outputs]),
-                arguments=op.arguments,
-                flops=op.flops,
-                read_bytes=op.read_bytes,
-                written_bytes=op.written_bytes,
-                workspace_bytes=op.workspace_bytes,
-                view=op.view,
-                random=op.random,
-                saved=op.saved,
+                inputs=tuple(map(ref, inputs)),
+                outputs=tuple(map(ref, outputs)),
                 mutates=tuple([base + k * stride for base, stride in mutates]) if mutates else (),
                 mutated_op=mutated[0] + k * mutated[1],
                 forward_op=forward[0] + k * forward[1],
-                source=op.source,
             )
             for op, inputs, outputs, call, mutates, mutated, forward in templates
         ]
@@ -445,9 +436,8 @@ class _Replication:
     def _copy_storages(self, templates: list[tuple[Any, ...]], k: int) -> list[Storage]:
         path = self.paths[_TEMPLATE + k]
         return [
-            Storage(
-                bytes=storage.bytes,
-                category=storage.category,
+            replace(
+                storage,
                 alloc_at=alloc[0] + k * alloc[1],
                 free_after=self._end(freed, k, number),
                 released=self._end(released, k, number),
@@ -474,17 +464,15 @@ class _Replication:
     def _copy_calls(self, templates: list[tuple[Any, ...]], k: int) -> list[ModuleCall]:
         path = self.paths[_TEMPLATE + k]
         return [
-            ModuleCall(
+            replace(
+                call,
                 module=path + module[1] if module[0] else module[1],
-                kind=call.kind,
-                index=call.index,
                 parent=parent[0] + k * parent[1],
-                phase=call.phase,
                 begin=begin[0] + k * begin[1],
                 end=end[0] + k * end[1],
                 backward_begin=first[0] + k * first[1],
                 backward_end=NO_INDEX if last[0] == NO_INDEX else last[0] + k * last[1] + 1,
-                inputs=tuple(base + k * stride for base, stride in inputs),
+                inputs=tuple([base + k * stride for base, stride in inputs]),
             )
             for call, module, parent, begin, end, first, last, inputs in templates
         ]
@@ -516,17 +504,19 @@ class _Replication:
             raise NotRepeated("a gradient is made outside of its block")
         return self._in_row(_STORAGES, owner[0], block, owner[2])
 
-    def _map_ref(self, ref: TensorRef, position: int, everywhere: bool) -> TensorRef:
-        key = (ref, position)
+    def _map_ref(self, ref: TensorRef, position: int) -> TensorRef:
+        key = (id(ref), position)
         found = self._mapped_refs.get(key)
         if found is None:
-            number = self._map_storage(ref.storage, position, everywhere)
-            found = ref
-            if number != ref.storage:
-                found = TensorRef(
-                    storage=number, shape=ref.shape, stride=ref.stride, offset=ref.offset, dtype=ref.dtype
-                )
-            self._mapped_refs[key] = found
+            found = self._mapped_refs[key] = _on(ref, self._map_storage(ref.storage, position))
+        return found
+
+    def _map_optimizer_ref(self, ref: TensorRef) -> TensorRef:
+        found = self._optimizer_refs.get(id(ref))
+        if found is None:
+            self._check_gradient(ref.storage)
+            number = self._map_storage(ref.storage, _OUTSIDE, everywhere=True)
+            found = self._optimizer_refs[id(ref)] = _on(ref, number)
         return found
 
     def _map_op_record(self, index: int) -> Op:
@@ -535,8 +525,9 @@ class _Replication:
         position = _OUTSIDE if owner is None else owner[1]
         after = op.phase is Phase.OPTIMIZER
         if after:
-            for ref in (*op.inputs, *op.outputs):
-                self._check_gradient(ref.storage)
+            inputs, outputs = map(self._map_optimizer_ref, op.inputs), map(self._map_optimizer_ref, op.outputs)
+        else:
+            inputs, outputs = (map(self._map_ref, refs, itertools.repeat(position)) for refs in (op.inputs, op.outputs))
         mutated_op = self._map_op(op.mutated_op, position, after)
         made = self.owner[_OPS][op.mutated_op] if after and op.mutated_op != NO_INDEX else None
         if made is not None and made[1] == _TEMPLATE:  # of position 2, or of a block that it stood for
@@ -545,11 +536,11 @@ class _Replication:
                 self.stand_ins[target][0] if target in self.stand_ins else self.own_place.get(target, (_TEMPLATE,))[0]
             )
             mutated_op = self._in_row(_OPS, made[0], block, made[2])
-        return msgspec.structs.replace(
+        return replace(
             op,
             call=self._map(_CALLS, op.call, position),
-            inputs=tuple([self._map_ref(ref, position, after) for ref in op.inputs]),
-            outputs=tuple([self._map_ref(ref, position, after) for ref in op.outputs]),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
             mutates=tuple([self._map_storage(number, position, after) for number in op.mutates]),
             mutated_op=mutated_op,
             forward_op=self._map_op(op.forward_op, position),
@@ -584,7 +575,7 @@ class _Replication:
                 saved_by = [base + (block - _TEMPLATE) * stride for base, stride in owned[i]]
         else:
             saved_by = self._map_saved_by(storage.saved_by, position)
-        return msgspec.structs.replace(
+        return replace(
             storage,
             alloc_at=self._map_op(storage.alloc_at, position),
             free_after=self._map_op(storage.free_after, position),
@@ -620,7 +611,7 @@ class _Replication:
         begin = self.moved[_OPS][call.begin]
         end = self.moved[_OPS][call.end - 1] + 1 if call.end > call.begin else begin
         backward_end = self._map_op(last, position)
-        return msgspec.structs.replace(
+        return replace(
             call,
             parent=self._map(_CALLS, call.parent, position),
             begin=begin,
@@ -629,6 +620,10 @@ class _Replication:
             backward_end=NO_INDEX if backward_end == NO_INDEX else backward_end + 1,
             inputs=tuple(self._map_storage(number, position) for number in call.inputs),
         )
+
+
+def _on(ref: TensorRef, number: int) -> TensorRef:
+    return ref if ref.storage == number else replace(ref, storage=number)
 
 
 def replicate(

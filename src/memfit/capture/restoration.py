@@ -20,7 +20,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ _DEPTH = 10
 """How many objects lie between the model and what is still looked at."""
 _LIMIT = 1_000_000
 """Items that are looked at before it is enough: a data set may be a global list."""
-_ATOMS = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented)),
-    *(torch.dtype, torch.device, torch.Size, range, slice),
+_ATOMS = frozenset(
+    (
+        *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type(NotImplemented)),
+        *(torch.dtype, torch.device, torch.Size, range, slice),
+    )
 )
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)
 _PLAIN = (
@@ -53,15 +55,14 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 class ValueSnapshot:
     """Holders of values as they are when this is made; `restore` puts the values back."""
 
-    def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], functions: Iterable[Any]) -> None:
         self._before: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no other object comes to the address of one that was seen
         self._items = 0
         self._alone = _runs_alone()
         given = [each for each in functions if each is not None]
-        modules = list(model.modules())
-        self._packages = {_home(type(each)).partition(".")[0] for each in (*modules, *given)}
+        self._packages = {_home(kind).partition(".")[0] for kind in set(map(type, (*modules, *given)))}
         self._packages |= {_home(each).partition(".")[0] for each in given}
         self._packages -= _NOT_USERS
         self._seen.update(map(id, modules))  # their own attributes are put back with their stand-ins
@@ -85,10 +86,11 @@ class ValueSnapshot:
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
-    def _roots(self, modules: list[nn.Module], functions: list[Any]) -> Iterator[Any]:
+    def _roots(self, modules: Sequence[nn.Module], functions: list[Any]) -> Iterator[Any]:
         kinds: dict[type, None] = {}
+        for kind in dict.fromkeys(map(type, modules)):
+            kinds.update(dict.fromkeys(kind.__mro__))
         for module in modules:
-            kinds.update(dict.fromkeys(type(module).__mro__))
             for name, value in vars(module).items():
                 if name not in _MODULE_ATTRIBUTES or (value and name.endswith("_hooks")):
                     yield value
@@ -227,8 +229,10 @@ def _home(value: Any) -> str:
 
 def _runs_alone() -> bool:
     """Return whether no other thread is in code of the user's."""
-    for thread, frame in sys._current_frames().items():
-        place: types.FrameType | None = frame if thread != threading.get_ident() else None
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)  # a frame that holds itself would keep all that called it
+    for frame in frames.values():
+        place: types.FrameType | None = frame
         while place is not None:
             if _is_users_file(str(place.f_globals.get("__name__", ""))):
                 return False

@@ -29,6 +29,7 @@ from memfit.capture.step_checks import (
     resolve_shape,
 )
 from memfit.errors import InputError, MemfitError
+from memfit.torch_private.dispatch import DisableTorchFunction
 
 ZeroGrad = Literal["after_step", "before_forward", "before_backward", "never"]
 """Where a loop calls `zero_grad`: once for each step, however many micro-batches it accumulates."""
@@ -133,7 +134,8 @@ class Step:
         if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
             return self.optimizer
         check_trainable(model)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        with DisableTorchFunction():
+            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         make: Callable[..., torch.optim.Optimizer] = self.optimizer
         optimizer = make(trainable)
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -57,12 +57,12 @@ from memfit.capture.trace_types import (
     Storage,
     Trace,
 )
-from memfit.capture.wrapped_models import innermost, names_of_wrappers, own_modules, wrappers
+from memfit.capture.wrapped_models import innermost, names_of_wrappers
 from memfit.errors import MemfitError
 from memfit.hardware import Device
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.functorch import unwrap
-from memfit.torch_private.modules import buffer_table, parameter_table
+from memfit.torch_private.modules import buffer_table, modules_by_path, parameter_table
 from memfit.torch_private.wrappers import own_class
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class StepCapture:
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.meta_tensors))
             if self.replicate:
-                self.row = find_row(self.model)
+                self.row = find_row(self.calls.modules)
             step = self.step.with_batch(self.meta_tensors.batch(self.step.batch))
             switches = self._switches()
             made = self._pass(step, None, None)
@@ -223,6 +223,9 @@ class StepCapture:
 
     def _outliving(self) -> set[int]:
         table = self.recorder.table
+        outliving = {ref.number for ref in table.outliving() if ref.number != HOST}
+        if not outliving:
+            return outliving
         known: set[int] = set()
         with DisableTorchFunction():
             for parameter, _ in self.parameters.values():
@@ -234,12 +237,12 @@ class StepCapture:
         for entries in self.left_state.values():
             if entries:  # state that is made anew in every step; a second capture begins with it
                 return set()
-        return {ref.number for ref in table.outliving() if ref.number != HOST} - known
+        return outliving - known
 
     def _switches(self) -> list[Any]:
         """Return the switches among the attributes of the model's modules, which a first step may turn."""
         found: list[Any] = []
-        for module in self.model.modules():
+        for _, module in modules_by_path(self.model):
             found += [
                 (name, each) for name, each in vars(module).items() if each is None or each is True or each is False
             ]
@@ -285,7 +288,7 @@ class StepCapture:
 
     def _register(self, step: Step) -> None:
         table = self.recorder.table
-        for path, module in own_modules(self.model):
+        for path, module in self.calls.modules.items():
             owned: list[int] = []
             for name, parameter in parameter_table(module).items():
                 if parameter is None:
@@ -311,7 +314,7 @@ class StepCapture:
             self.modules.append(
                 Module(path=path, kind=own_class(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
-        for path, wrapper in wrappers(self.model):
+        for path, wrapper in self.calls.wrappers:
             self._register_buckets(path, wrapper)
         visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}

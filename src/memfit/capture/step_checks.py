@@ -6,7 +6,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memfit.errors import InputError
+from memfit.torch_private.modules import buffer_table, modules_by_path, parameter_table
 from memfit.torch_private.wrappers import is_offloaded_by_fsdp2
 
 _AUTOCAST: dict[Any, torch.dtype] = {
@@ -120,17 +122,22 @@ def check_batch_tensors(batch: Any) -> None:
             raise InputError(f"{path} {problem}")
 
 
-def check_model(model: nn.Module) -> None:
+NamedModules = Sequence[tuple[str, nn.Module]]
+"""Modules of a model by their paths."""
+
+
+def check_model(modules: NamedModules) -> None:
     """Refuse a model whose tensors cannot be replaced by stand-ins, before anything of it is touched."""
-    _refuse_scripted(model)
-    _refuse_sharded(model)
-    _refuse_wrapped_tensors(model)
+    _refuse_scripted(modules)
+    _refuse_sharded(modules)
+    _refuse_wrapped_tensors(modules)
 
 
 def check_parallel_model(model: nn.Module, device_type: str) -> None:
     """Refuse a model on several ranks that cannot be captured."""
-    _refuse_scripted(model)
-    for path, module in model.named_modules():
+    modules = modules_by_path(model)
+    _refuse_scripted(modules)
+    for path, module in modules:
         if device_type != "cpu" and is_offloaded_by_fsdp2(module):
             raise InputError(
                 f"{_named(path)} keeps its shards in host memory (CPUOffloadPolicy), which is captured for CPU targets "
@@ -153,11 +160,14 @@ _AS_IT_IS = (
 )
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        refuse_sharded_module(module, _named(path))
+def _refuse_sharded(modules: NamedModules) -> None:
+    for path, module in modules:
+        if not _SHARDED.keys().isdisjoint(_torch_kinds(type(module))):
+            refuse_sharded_module(module, _named(path))
+        if not isinstance(module, nn.DataParallel):
+            continue
         devices: Any = getattr(module, "device_ids", ())
-        if isinstance(module, nn.DataParallel) and len(devices) > 1:
+        if len(devices) > 1:
             raise InputError(
                 f"{_named(path)} is an nn.DataParallel on {len(devices)} devices, which one capture cannot follow; "
                 "give the model that it wraps (.module)"
@@ -181,14 +191,11 @@ def refuse_sharded_module(module: nn.Module, name: str) -> None:
             )
 
 
-def _refuse_wrapped_tensors(model: nn.Module) -> None:
+def _refuse_wrapped_tensors(modules: NamedModules) -> None:
     """Refuse tensors of the model that have no memory of their own, or one that a stand-in would lose."""
-    for kind, named in (
-        ("parameter", model.named_parameters()),
-        ("buffer", model.named_buffers()),
-        ("attribute", _tensor_attributes(model)),
-    ):
-        for name, tensor in named:
+    for kind, table in (("parameter", parameter_table), ("buffer", buffer_table), ("attribute", vars)):
+        for path, key, tensor in _unusual_tensors(modules, table):
+            name = f"{path}.{key}" if path else key
             problem = _uncapturable(tensor)
             if problem is not None:
                 raise InputError(f"the {kind} {name!r} {problem}")
@@ -200,11 +207,23 @@ def _refuse_wrapped_tensors(model: nn.Module) -> None:
                 )
 
 
-def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
+_TENSORLESS = frozenset((bool, int, float, str, type(None), dict, OrderedDict, set))
+_PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
+
+
+def _unusual_tensors(
+    modules: NamedModules, table: Callable[[nn.Module], Any]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield the tensors in a table of each module that are of a subclass, or not dense."""
+    for path, module in modules:
+        for name, value in table(module).items():
+            kind = type(value)
+            if kind in _TENSORLESS or (
+                kind in _PLAIN_TENSORS and value.layout is torch.strided and not value.is_nested
+            ):
+                continue
             if isinstance(value, torch.Tensor):
-                yield f"{path}.{name}".lstrip("."), value
+                yield path, name, value
 
 
 def _uncapturable(tensor: torch.Tensor) -> str | None:
@@ -237,12 +256,14 @@ def _named(path: str) -> str:
     return f"module {path!r}" if path else "the model"
 
 
-def _refuse_scripted(model: nn.Module) -> None:
+def _refuse_scripted(modules: NamedModules) -> None:
     """Refuse TorchScript modules with tensors: these are not Python's to replace, and the ops are others."""
     found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
+    for path, module in modules:
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, torch.jit.ScriptModule) and not inside and _has_tensors(module):
+        if not inside and _has_tensors(module):
             found[path] = module
     if not found:
         return

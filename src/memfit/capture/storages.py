@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase
-from memfit.torch_private.storages import key_of, storage_key
+from memfit.torch_private.storages import key_of, storage_key, storage_keys
 
 BATCH = "the batch"
 HOST = -1
@@ -92,6 +92,24 @@ class StorageTable:
     def number_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, or `HOST`."""
         return self.known.get(storage_key(tensor if self.local is None else self.local(tensor)), HOST)
+
+    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the numbers of the tensors' storages, or `HOST` for each of them."""
+        if self.local is not None:
+            return list(map(self.number_of, tensors))
+        known = self.known
+        return [known.get(key, HOST) for key in storage_keys(tensors)]
+
+    def numbers_of_inputs(self, tensors: Sequence[torch.Tensor], module: str) -> list[int]:
+        """Return the numbers of an op's inputs; those never seen before are classified."""
+        known = self.known
+        numbers = [known.get(key) for key in storage_keys(tensors)]
+        if None not in numbers:
+            return numbers  # type: ignore[return-value]
+        return [
+            self.classify(tensor, module) if number is None else number
+            for tensor, number in zip(tensors, numbers, strict=True)
+        ]
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is, or stands for, one on the target device."""

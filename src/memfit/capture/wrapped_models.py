@@ -11,6 +11,7 @@ it does before and after its module's forward belongs to the call around it; `Ca
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,9 +43,16 @@ InnerOf = Callable[[nn.Module], nn.Module | None]
 
 def inner_module(module: nn.Module) -> nn.Module | None:
     """Return the module that DDP or FSDP1 wraps, None where this is no such wrapper."""
-    for kind in type(module).__mro__:
-        if kind.__name__ in DATA_PARALLEL_INNER and kind.__module__.startswith("torch."):
-            return module_table(module).get(DATA_PARALLEL_INNER[kind.__name__])
+    name = _inner_name(type(module))
+    return None if name is None else module_table(module).get(name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _inner_name(kind: type) -> str | None:
+    """Return the name under which a kind of wrapper keeps its module, None for other modules."""
+    for each in kind.__mro__:
+        if each.__name__ in DATA_PARALLEL_INNER and each.__module__.startswith("torch."):
+            return DATA_PARALLEL_INNER[each.__name__]
     return None
 
 
@@ -59,23 +67,28 @@ def own_modules(
     model: nn.Module, prefix: str = "", inner_of: InnerOf = inner_module
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that is no wrapper by its path without wrappers; one that has several, under each."""
-    module = innermost(model, inner_of)
-    yield prefix, module
-    for name, child in module_table(module).items():
-        if child is not None:
-            yield from own_modules(child, f"{prefix}.{name}" if prefix else name, inner_of)
+    return ((path, module) for path, module, inner in with_wrappers(model, prefix, inner_of) if inner is None)
 
 
 def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield every wrapper by the path of the module that it wraps."""
-    inner = inner_module(model)
-    if inner is not None:
-        yield prefix, model
-        yield from wrappers(inner, prefix)
-        return
-    for name, child in module_table(model).items():
-        if child is not None:
-            yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
+    return ((path, module) for path, module, inner in with_wrappers(model, prefix) if inner is not None)
+
+
+def with_wrappers(
+    model: nn.Module, prefix: str = "", inner_of: InnerOf = inner_module
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """Yield every module, also wrappers, by its path without wrappers, with the module that it wraps."""
+    left: list[tuple[str, nn.Module]] = [(prefix, model)]
+    while left:
+        path, module = left.pop()
+        inner = inner_of(module)
+        yield path, module, inner
+        if inner is not None:
+            left.append((path, inner))
+        elif children := module_table(module):
+            above = f"{path}." if path else ""
+            left += [(above + name, child) for name, child in children.items() if child is not None][::-1]
 
 
 def names_of_wrappers(model: nn.Module, inner_of: InnerOf = inner_module) -> tuple[str, ...]:

@@ -29,6 +29,23 @@ def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def modules_by_path(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return every module once, by its first path, in the order of `Module.named_modules` and some times faster."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    left: list[tuple[str, nn.Module]] = [("", model)]
+    while left:
+        path, module = left.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        if children := module._modules:
+            prefix = f"{path}." if path else ""
+            left += [(prefix + name, child) for name, child in children.items() if child is not None][::-1]
+    return found
+
+
 def forward_hooks(module: nn.Module) -> Any:
     """Return the hooks after a module's forward, in order (`Module._forward_hooks`)."""
     return module._forward_hooks

@@ -10,6 +10,7 @@ import torch
 
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 
+_META = torch.device("meta")
 _ADAM = ("group", "params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps")
 
 
@@ -30,40 +31,50 @@ def init_adam_state(optimizer: torch.optim.Optimizer, made: Callable[[torch.Tens
         return False
     with torch.no_grad():
         for group in optimizer.param_groups:
-            first: torch.Tensor | None = None
-            alike = not group["fused"] and not group["capturable"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if first is None or not alike or not _add_like(optimizer, first, parameter, made):
-                    init_group({**group, "params": [parameter]}, [], [], [], [], [], [])
-                    first = parameter
+            with DisableTorchFunction():
+                trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            on_device = group["fused"] or group["capturable"]
+            done = 0
+            while done < len(trained):
+                init_group({**group, "params": [trained[done]]}, [], [], [], [], [], [])
+                done += 1 if on_device else 1 + _add_like(optimizer, trained[done], trained[done + 1 :], made)
     with DisableTorchFunction(), disable_current_modes():
-        for entries in optimizer.state.values():
-            if not entries["step"].is_meta:
-                entries["step"] += 1
+        counters = [entries["step"] for entries in optimizer.state.values() if not entries["step"].is_meta]
+        if counters:
+            torch._foreach_add_(counters, 1)
     return True
 
 
 def _add_like(
-    optimizer: torch.optim.Optimizer, first: torch.Tensor, parameter: torch.Tensor, made: Callable[[torch.Tensor], Any]
-) -> bool:
-    """Give a parameter the state that another one of its group has; return False where it is not of the same kind."""
+    optimizer: torch.optim.Optimizer,
+    first: torch.Tensor,
+    others: list[torch.Tensor],
+    made: Callable[[torch.Tensor], Any],
+) -> int:
+    """Give parameters the state that another one of their group has, until one is not of the same kind; count them."""
     with DisableTorchFunction(), disable_current_modes():
-        for each in (first, parameter):
-            plain = type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_meta and each.is_contiguous()
-            if not plain or each.dtype != first.dtype or each.grad.is_sparse:  # type: ignore[union-attr]
-                return False
-        entries: dict[str, torch.Tensor] = {}
-        for name, tensor in optimizer.state[first].items():
-            if tensor.is_meta and tensor.shape == first.shape:
-                size, stride = parameter.size(), parameter.stride()
-                entries[name] = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-            elif tensor.dim() == 0 and not tensor.is_meta:
-                entries[name] = tensor.clone()
-            else:
-                return False
-        for tensor in entries.values():
-            made(tensor)
-        optimizer.state[parameter] = entries
-    return True
+        state = optimizer.state[first].items()
+        counters = {name: tensor for name, tensor in state if tensor.dim() == 0 and not tensor.is_meta}
+        like = {name: tensor.dtype for name, tensor in state if tensor.is_meta and tensor.shape == first.shape}
+        if len(counters) + len(like) != len(state) or not _is_plain(first):
+            return 0
+        for count, parameter in enumerate(others):
+            if parameter.dtype != first.dtype or not _is_plain(parameter):
+                return count
+            size, stride = parameter.size(), parameter.stride()
+            entries = {
+                name: torch.empty_strided(size, stride, dtype=like[name], device=_META)
+                if name in like
+                else counters[name].clone()
+                for name, _ in state
+            }
+            for tensor in entries.values():
+                made(tensor)
+            optimizer.state[parameter] = entries
+    return len(others)
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a contiguous meta tensor with a dense gradient."""
+    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and parameter.is_meta and parameter.is_contiguous()
+    return plain and not parameter.grad.is_sparse  # type: ignore[union-attr]

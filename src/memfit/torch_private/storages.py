@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ def storage_key(tensor: Tensor) -> int:
     `UntypedStorage._cdata` (torch/csrc/Storage.cpp); `data_ptr` is 0 for all meta tensors.
     """
     return tensor.untyped_storage()._cdata
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the addresses of the storage objects of tensors, as `storage_key` does for one."""
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 def key_of(storage: torch.UntypedStorage) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from memfit.torch_private.modules import is_compiled, module_table
+from memfit.torch_private.modules import is_compiled, module_table, modules_by_path
 
 INNER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 """The attributes under which wrappers keep a module: torch.compile (torch/_dynamo/eval_frame.py), FSDP1
@@ -37,7 +37,7 @@ def compiled_original(model: nn.Module) -> Any:
 
 def has_compiled_parts(model: nn.Module) -> bool:
     """Return whether a model or a part of it is compiled (torch/_dynamo/eval_frame.py, torch/nn/modules/module.py)."""
-    return any(hasattr(module, "_orig_mod") or is_compiled(module) for module in model.modules())
+    return any("_orig_mod" in module_table(module) or is_compiled(module) for _, module in modules_by_path(model))
 
 
 def is_wrapped_by_fsdp1(model: nn.Module) -> bool:
