@@ -54,16 +54,20 @@ class Reservation:
     low_bytes: int | None = None
 
 
-def find_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> tuple[Reservation | None, int]:
+def find_room(
+    target: Target, timeline: Timeline, *, expandable: bool = False, wanted: bool = True
+) -> tuple[Reservation | None, int | None]:
     """Return what `judge_room` does where a step has room with the margin to spare, else None.
 
-    The second is what the allocator would reserve with no limit. That is what a search for a budget asks: to say how
-    much is missing takes longer.
+    The second is what the allocator would reserve with no limit; without `wanted` it is None where there is no room.
+    That is what a search for a budget asks: to say how much is missing takes longer.
     """
     device, memory = _device(target.device, expandable), target.rank_memory
     if not device.allocator.caches:
         judged = judge_room(target, timeline)
         return judged if judged.room is Room.ENOUGH else None, judged.wanted_bytes
+    if not wanted and not _limited(device, timeline.allocations, memory.usable_bytes, freely=True).runs_freely:
+        return None, None
     least, wanted_bytes, table = _most_reserved(device, timeline)
     enough = _enough(memory, device, table, wanted_bytes)
     if enough is None or table is timeline.allocations:

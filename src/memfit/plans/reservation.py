@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from memfit.memory import Reservation, Room, Timeline, find_room, judge_room
 from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
@@ -19,12 +20,12 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """A plan, its reservation where the allocator has room for it, and what it would reserve with no limit."""
+    """A plan, its reservation where the allocator has room for it, and if known what it would reserve with no limit."""
 
     solved: Solved
     replay: Timeline
     enough: Reservation | None
-    wanted_bytes: int
+    wanted_bytes: int | None
 
     def least_budget(self, usable: int) -> int:
         """Return the budget down to which the plan is the same, where it has far more than it needs."""
@@ -56,13 +57,13 @@ def with_room(
     tried: list[_Tried] = []
     slow: list[int] = []
 
-    def able(found: Solved) -> bool:
+    def able(found: Solved, *, wanted: bool = True) -> bool:
         if found.replay is None:
             return False
         if found.bound_ms >= most_ms:  # and so is every plan with less budget: whether it has room does not matter
             slow.append(found.budget_bytes)
             return True
-        enough, wanted_bytes = find_room(problem.target, found.replay, expandable=expandable)
+        enough, wanted_bytes = find_room(problem.target, found.replay, expandable=expandable, wanted=wanted)
         tried.append(_Tried(solved=found, replay=found.replay, enough=enough, wanted_bytes=wanted_bytes))
         return enough is not None
 
@@ -71,13 +72,14 @@ def with_room(
     if not able(solved):
         for _ in range(_LOWERINGS):
             lowest = tried[-1]
+            assert lowest.wanted_bytes is not None
             budget_bytes = lowest.least_budget(usable) - max(lowest.wanted_bytes - usable, usable // _STEP)
             if budget_bytes <= 0:
                 break
             found = solve(problem, budget_bytes, start=lowest.solved.choice, watch=watch)
             if found.replay is None or able(found):
                 break
-        _between(problem, usable, tried, able, max(slow, default=None))
+        _between(problem, usable, tried, partial(able, wanted=False), max(slow, default=None))
     fitting = [each for each in tried if each.enough is not None]
     if fitting:
         most = max(fitting, key=lambda each: each.solved.budget_bytes)
