@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -268,3 +270,21 @@ def test_variables_of_a_step_that_fails_are_nobodys_cache() -> None:
         warnings.simplefilter("error")
         with pytest.raises(CaptureError, match="1 is too few"):
             memfit.trace(Step(nn.Linear(4, 4), torch.ones(2, 4), loss=fails), target="cpu")
+
+
+@pytest.mark.parametrize("target", ["h100-sxm", "cpu"])
+def test_a_model_made_for_a_capture_is_freed_with_it(target: str) -> None:
+    made: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+        made.append(weakref.ref(model))
+        return model
+
+    gc.collect()
+    gc.disable()  # by reference counts alone: nothing of the capture is in a cycle
+    try:
+        memfit.trace(Step(build, memfit.spec((4, 8)), loss=lambda output, _: output.sum()), target=target)
+        assert made[0]() is None
+    finally:
+        gc.enable()

@@ -27,6 +27,7 @@ from memfit.torch_private.dispatch import (
     DisableTorchDispatch,
     DisableTorchFunction,
     TensorBase,
+    current_dispatch_mode,
     device_constructors,
     disable_current_modes,
     function_modes,
@@ -88,6 +89,8 @@ class Emulation(TorchFunctionMode):
         if name == "__get__":
             return func(*args, **kwargs)
         if name == "item" and self.recorder.is_host_number(args[0]):
+            if current_dispatch_mode() is not self.recorder:
+                return func(*args, **kwargs)  # a mode of the user's sees it too
             with DisableTorchDispatch():
                 return func(*args, **kwargs)
         if self._inexact and (note := note_on(self._inexact, name, args)) is not None:

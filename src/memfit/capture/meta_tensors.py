@@ -196,12 +196,15 @@ def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
-    """Restore parameters and buffers where the table that holds them is a library's own kind of dict."""
+    """Restore parameters and buffers where the table that holds them is no attribute that `same_attributes` restores.
+
+    It is a library's own kind of dict, or kept elsewhere.
+    """
     tables: list[dict[str, Any]] = [
         table
         for module in modules
-        for table in (parameter_table(module), buffer_table(module))
-        if isinstance(table, dict) and type(table) not in RESTORED
+        for name, table in (("_parameters", parameter_table(module)), ("_buffers", buffer_table(module)))
+        if isinstance(table, dict) and (type(table) not in RESTORED or vars(module).get(name) is not table)
     ]
     before = [dict(table) for table in tables]
     try:
