@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,8 @@ def _in_process(library: str, name: str) -> dict[str, object]:
     except subprocess.TimeoutExpired:
         return {"library": library, "name": name, "untrainable": f"takes more than {_SECONDS} s"}
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
+    if not lines and ended.returncode == -signal.SIGKILL:
+        return {"library": library, "name": name, "untrainable": "killed: it takes more memory than this machine has"}
     if not lines:
         return {"library": library, "name": name, "error": f"the process ended: {ended.stderr.strip()[-300:]}"}
     return json.loads(lines[-1])
