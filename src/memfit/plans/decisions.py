@@ -18,24 +18,45 @@ _GIB = 1 << 30
 
 def find_decisions(joint: JointSearch) -> list[Decision]:
     """Return what the best answer decides; settings are compared with those without the decision, solved too."""
-    best, given = joint.best, joint.first.problem.options.shard
-    found = list(_in_program(best))
-    setting, variant = best.setting, best.setting.variant
-    if variant.chunked is not None:
-        other = replace(setting, variant=replace(variant, chunked=None))
-        found += _against(joint, "loss", f"{variant.chunked.chunks} chunks", other)
-    if variant.implementation is not None:
-        other = replace(setting, variant=replace(variant, implementation=None))
-        found += _against(joint, "optimizer", variant.implementation, other)
-    if variant.parts > 1:
-        other = replace(setting, variant=replace(variant, parts=1))
-        found += _against(joint, "micro_batch", f"{variant.parts} micro-batches", other)
-    if setting.shard is not None:
-        for kind, what, shard in _changes(setting.shard, given):
-            found += _against(joint, kind, what, replace(setting, shard=None if shard == given else shard))
+    found = list(_in_program(joint.best))
+    for kind, what, other in _settings_without(joint):
+        found += _against(joint, kind, what, other)
     if joint.segments_saved_bytes is not None:
         found.append(build_decision("segments", "expandable", joint.segments_saved_bytes, 0.0))
     return found
+
+
+def drop_small_gains(joint: JointSearch, worth: float) -> None:
+    """Take back decisions of the best answer while the step takes at most this part longer without them.
+
+    The one that gains least goes first. Checkpointing is none of them: without it the step may not fit.
+    """
+    most_ms = joint.best.step_ms * (1.0 + worth)
+    while joint.best.solved.choice is not None:
+        without = [joint.bounds.answer(other) for kind, _, other in _settings_without(joint) if kind in joint.kinds]
+        others = [joint.bounds.exact(each) for each in without if each is not None]
+        if any(policy.offload for _, policy in joint.best.solved.chosen):
+            problem = joint.best.problem.without_offload()
+            others.append(replace(joint.best, problem=problem, solved=solve(problem, joint.best.solved.budget_bytes)))
+        fitting = [each for each in others if each.solved.choice is not None and each.step_ms <= most_ms]
+        if not fitting:
+            return
+        joint.best = min(fitting, key=lambda each: each.step_ms)
+
+
+def _settings_without(joint: JointSearch) -> Iterator[tuple[str, str, Setting]]:
+    """Yield the kinds of decisions that the best setting takes, what it decides, and the setting without each."""
+    setting, given = joint.best.setting, joint.first.problem.options.shard
+    variant = setting.variant
+    if variant.chunked is not None:
+        yield "loss", f"{variant.chunked.chunks} chunks", replace(setting, variant=replace(variant, chunked=None))
+    if variant.implementation is not None:
+        yield "optimizer", variant.implementation, replace(setting, variant=replace(variant, implementation=None))
+    if variant.parts > 1:
+        yield "micro_batch", f"{variant.parts} micro-batches", replace(setting, variant=replace(variant, parts=1))
+    if setting.shard is not None:
+        for kind, what, shard in _changes(setting.shard, given):
+            yield kind, what, replace(setting, shard=None if shard == given else shard)
 
 
 def price_ms_per_gib(joint: JointSearch) -> float | None:

@@ -12,9 +12,9 @@ from memfit.capture import batch_rows
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
-from memfit.plans.decisions import find_decisions, price_ms_per_gib
+from memfit.plans.decisions import drop_small_gains, find_decisions, price_ms_per_gib
 from memfit.plans.document import Plan
-from memfit.plans.joint import JointSearch, worth_on
+from memfit.plans.joint import WORTH, JointSearch, worth_on
 from memfit.plans.record import (
     Blocker,
     DdpPlan,
@@ -124,6 +124,16 @@ def plan_problem(
         notes += joint.left_out
     if joint is None and problem.options.decide:
         joint = JointSearch(best, inputs.step, inputs.cost, ())
+    worth = worth_on(problem.target.device)
+    if joint is not None and worth > WORTH and joint.kinds != {"optimizer"}:
+        before = joint.best
+        drop_small_gains(joint, worth)
+        if joint.best is not before:
+            reservation = reservation_under(joint.best.problem, joint.best.solved)
+            notes.append(
+                f"decisions that gain less than {worth:.0%} of the step together are not taken: predictions for a CPU "
+                "are off by more"
+            )
     if joint is not None and "segments" in problem.options.decided:
         reservation = _with_segments(joint, allowed, reservation, is_given=budget is not None)
     best = best if joint is None else joint.best
