@@ -21,7 +21,7 @@ from memfit.capture import Step, trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.plans import settings as plan_settings
-from memfit.plans.decisions import find_decisions
+from memfit.plans.decisions import drop_small_gains, find_decisions
 from memfit.plans.joint import WORTH, JointSearch
 from memfit.plans.settings import Answer, Setting
 from memfit.sharding import FlatOptions, Schedule, Sharding, ShardOptions, UnitOptions, shard, transfer_times
@@ -263,3 +263,22 @@ def test_a_decision_says_how_long_the_step_takes_without_it(ranks: int) -> None:
         expected = None if alone.choice is None else pytest.approx(best.base_ms + alone.recompute_ms)
         assert decisions["offload"].without_ms == expected
         assert all(not policy.offload for _, policy in alone.chosen)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("worth", [0.02, 0.2, 1e6])
+def test_decisions_that_gain_too_little_are_taken_back(ranks: int, worth: float) -> None:
+    joint = Instance(width=256, depth=3, classes=8000, rows=4, ranks=ranks, part=0.1).search(worth=0.0)
+    joint.run()
+    found = joint.best
+    drop_small_gains(joint, worth)
+    left, most_ms = joint.best, found.step_ms * (1 + worth)
+    assert left.solved.choice is not None and left.step_ms <= most_ms
+    assert left.solved.replay is not None and left.solved.replay.peak_bytes <= joint.budget_bytes
+    kinds = {each.kind: each for each in find_decisions(joint)}
+    for kind, decision in kinds.items():
+        if kind not in ("checkpoint", "segments"):
+            assert decision.without_ms is None or decision.without_ms > most_ms - SAME_MS, kind
+    if worth > 1:
+        assert all(decision.without_ms is None for kind, decision in kinds.items() if kind != "checkpoint")
+        assert left.setting != found.setting or not found.setting.variant.chunked
