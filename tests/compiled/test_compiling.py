@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiled.program import SavedSetProblem
 from memfit.errors import InputError
 from memfit.torch_private.partitioner import has_cpp_compiler
 from memfit.verify import measure_rise
@@ -74,6 +75,18 @@ def test_budgets_below_torchs_own_peak_are_kept_with_the_gradients_of_torchs_own
         assert compiled.planned
         assert max(peak, compiled.peak_bytes) <= compiled.budget_bytes
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-7)
+
+
+@needs_compiler
+def test_sets_that_torch_finds_are_measured_where_the_estimate_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = chain(), torch.randn(8192, 64)
+    free = memfit.compiled.compile(model, batch, loss=loss, budget="1GiB")
+    tight = memfit.compiled.compile(model, batch, loss=loss, budget=free.peak_bytes - (1 << 20))
+    assert tight.peak_bytes < free.peak_bytes
+    monkeypatch.setattr(SavedSetProblem, "choose", lambda self, budget_bytes, others: others[0])
+    found = memfit.compiled.compile(model, batch, loss=loss, budget=tight.budget_bytes)
+    assert found.peak_bytes <= tight.budget_bytes
+    assert found.chosen.found_by.startswith("torch at") and len(found.rounds) > 1
 
 
 class Breaks(nn.Module):

@@ -3,7 +3,8 @@
 Note [Rounds]: the first round plans with the estimate as it is. A step is then run and measured. Where its peak is over
 the budget, or so far below that a faster saved set may fit, the budget of the next round is moved by what the estimate
 was off. Rounds end when the choice would not change, and after `rounds` of them; kept is the fastest that was measured
-within the budget.
+within the budget. Where none was, the sets that torch's own solver finds are measured too, the smallest by the estimate
+first, until one is.
 """
 
 from __future__ import annotations
@@ -178,13 +179,19 @@ class _Compiler:
         made: list[tuple[Round, Any, Splitter]] = []
         splitter = Splitter(self.outside, self.budget_bytes, self.times)
         for _ in range(most_rounds):
-            model = self._torch_compile(splitter, fullgraph=True)
-            peak = self._measure(model)
-            made.append((_round(splitter, peak), model, splitter))
+            made.append(self._try(splitter))
             following = self._next_choice([each for each, _, _ in made], splitter)
             if following is None:
                 break
             splitter = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=following)
+        splitter = made[-1][2]
+        by_torch = {each.saved: each for each in splitter.others}
+        for other in sorted(by_torch.values(), key=lambda each: each.peak_bytes):
+            if any(each.measured_peak_bytes <= self.budget_bytes for each, _, _ in made):
+                break
+            if all(each.choice is None or each.choice.saved != other.saved for _, _, each in made):
+                last = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
+                made.append(self._try(last))
         fitting = [each for each in made if each[0].measured_peak_bytes <= self.budget_bytes]
         if not fitting:
             self._refuse([each for each, _, _ in made])
@@ -200,6 +207,11 @@ class _Compiler:
             planned=True,
             notes=(),
         )
+
+    def _try(self, splitter: Splitter) -> tuple[Round, Any, Splitter]:
+        """Compile the model with a splitter, and measure its step."""
+        model = self._torch_compile(splitter, fullgraph=True)
+        return _round(splitter, self._measure(model)), model, splitter
 
     def _next_choice(self, made: list[Round], splitter: Splitter) -> Choice | None:
         """Return what to compile in another round, None where that was compiled already or would be no faster."""
