@@ -190,6 +190,12 @@ class Classes(nn.Module):
         return self.head(F.one_hot(classes, 16).float())
 
 
+def unread_number(output: Tensor, _: Any) -> Tensor:
+    """A loss beside which something is computed that it does not depend on."""
+    (output * 0.5).exp()
+    return output.square().mean()
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "one-hot": lambda: Step(Classes(), torch.randint(0, 16, (32, 8)), loss=lambda output, _: output.square().mean()),
     "log_softmax, sum": lambda: linear_step(lambda output, _: output.log_softmax(-1).sum(), 32),
@@ -224,6 +230,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "upsampling, sum": lambda: image_step(
         nn.Upsample(scale_factor=2, mode="bilinear"), loss=lambda output, _: output.sum()
     ),
+    "a number that no backward reads": lambda: linear_step(unread_number, 32),
 }
 
 

@@ -25,6 +25,7 @@ from memfit.capture.execution import INDEXING, Executor, OpInfo, OpResult, takes
 from memfit.capture.kernels import inexact
 from memfit.capture.random_paths import RandomDraws
 from memfit.capture.rules import RuleContext, Rules
+from memfit.capture.saved_numbers import end_unread_numbers
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
 from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Op, Phase, Storage, TensorRef
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
@@ -598,6 +599,7 @@ class Recorder(DispatchMode):
 
     def frozen_storages(self) -> tuple[Storage, ...]:
         """Return the storages with their final categories."""
+        end_unread_numbers(self.ops, self.table.drafts, self._saved_numbers.items())
         return tuple(
             Storage(
                 bytes=draft.bytes,
