@@ -65,6 +65,7 @@ def main() -> int:
     for row in wrong:
         print(f"{row.library} {row.name}: {row.error or 'bytes differ'}")
     if arguments.write:
+        sys.path.append(FOLDER)  # for the versions of what is installed there
         write_page(PAGE, rows, len(untrainable))
     print(f"{len(rows)} models examined, {sum(row.holds for row in rows)} hold, {len(wrong)} wrong")
     return 1 if wrong else 0

@@ -13,7 +13,7 @@ from tests.zoo.catalogue.examination import PART, Examined
 
 _HEAD = f"""# Models that were tried
 
-Written by `python -m tests.zoo.catalogue --write` (part of `make zoo`). One generic maker builds every architecture of
+Written by `python -m tests.zoo.catalogue --write` (`make zoo-table`). One generic maker builds every architecture of
 transformers, diffusers, timm and torchvision that it can from its configuration, at a small size; nothing in it knows a
 single model. Each is trained in plain PyTorch first. What PyTorch itself cannot train that way is left out; everything
 else is here.
