@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def python_blocks(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+    return re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
 
 
 def test_example_runs_as_written(

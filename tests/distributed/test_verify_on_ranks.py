@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,9 @@ def test_a_wrong_prediction_is_shown(two_ranks: Ranks, engine: str) -> None:
         said = "; ".join(found.findings)
         assert "the peak of rank 0, the largest, is" in said and "above the budget" in said
         assert "its document was changed" in said
-        assert ("+100.0% from its prediction" in said) == (engine == "fsdp2"), "the other's is not in the document"
+        off = re.search(r"\+(\d+)\.\d% from its prediction", said)
+        assert (off is not None) == (engine == "fsdp2"), "the other's is not in the document"
+        assert off is None or int(off[1]) >= 100  # more where a thread of Gloo's frees late, on a busy machine
         assert "the plan does not hold" in text
 
 

@@ -337,11 +337,13 @@ def test_a_planned_model_that_is_collected_during_a_step_of_another_does_not_dis
     step, model, optimizer, _ = make()
     plan_for(step, 0.3).apply(model, optimizer)
     gone = weakref.ref(model)
+    holder = [model]
+    holder.append(holder)  # only a collection frees it
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     hooks = [optimizer_module.register_optimizer_step_post_hook(lambda *_: gc.collect()) for _ in range(2)]
     gc.disable()
     try:
-        del step, model, optimizer, _
+        del step, model, optimizer, holder, _
         assert gone() is not None, "a cycle holds it until it is collected"
         other.step()
     finally:
