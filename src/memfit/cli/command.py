@@ -32,7 +32,7 @@ COMMANDS = {
     "env": "versions and settings, for a bug report",
     "version": "memfit's version",
 }
-_COLLECT_EVERY = 200_000
+_COLLECT_EVERY = 1_000_000
 """Objects made between two garbage collections. A command imports torch and reads a trace: millions of objects that
 stay. Collecting every 700 of them, as Python does unless told otherwise, is an eighth of a command's time."""
 _EPILOG = """examples:

@@ -1,9 +1,12 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memfit.lazy_names import lazy_names
 from memfit.plans.build import build_checkpoint, build_plan, build_policy
-from memfit.plans.device_result import DevicePoint, DeviceSearch
 from memfit.plans.document import Plan, load
-from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
 from memfit.plans.mismatch import (
     PlanMismatch,
     describe_input,
@@ -45,13 +48,17 @@ from memfit.plans.resolve import (
     resolve_cost,
     resolve_options,
 )
-from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
-from memfit.plans.searching import search
 from memfit.plans.setting_problems import units_with_loss
 from memfit.plans.settings import MOST_CHUNKS
 from memfit.plans.shard_options import shard_options_of
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
+
+if TYPE_CHECKING:
+    from memfit.plans.device_result import DevicePoint, DeviceSearch
+    from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
+    from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
+    from memfit.plans.searching import search
 
 __all__ = [
     "EXPANDABLE",
@@ -120,3 +127,14 @@ __all__ = [
     "with_room",
     "wrappers_of",
 ]
+
+# A plan needs none of these.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "memfit.plans.device_result": ("DevicePoint", "DeviceSearch"),
+        "memfit.plans.mesh_result": ("MeshPoint", "MeshSearch", "display_mesh"),
+        "memfit.plans.search_result": ("Over", "Search", "SearchInterrupted", "SearchPoint"),
+        "memfit.plans.searching": ("search",),
+    },
+)

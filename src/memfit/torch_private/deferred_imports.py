@@ -5,6 +5,7 @@
 - Meta kernels import `sympy` (torch/_prims_common/__init__.py, `elementwise_dtypes`) only to ask whether a number is
   one of its expressions, and `torch.fx.experimental.symbolic_shapes` (torch/__init__.py, `_check_with`) to compare
   sizes that might be symbolic. Those of a capture are plain numbers.
+- torch itself imports `torch.export` (torch/__init__.py) for those who export models.
 
 Together that takes longer than capturing a model of eight billion parameters. In a process of our own (the `memfit`
 command) modules that can do just that stand in their places; anything else that is asked of them loads the real ones.
@@ -24,6 +25,7 @@ from typing import Any
 _DYNAMO = "torch._dynamo"
 _SYMPY = "sympy"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
+_EXPORT = "torch.export"
 
 
 class _Deferred(types.ModuleType):
@@ -168,10 +170,15 @@ class _DeferredSymbolicShapes(_Deferred):
         return any(values) if all(type(value) is bool for value in values) else _load(_SHAPES).sym_or(*values)
 
 
+class _DeferredExport(_Deferred):
+    """Stands for `torch.export` as long as nothing is exported."""
+
+
 _STAND_INS: dict[str, type[_Deferred]] = {
     _DYNAMO: _DeferredDynamo,
     _SYMPY: _DeferredSympy,
     _SHAPES: _DeferredSymbolicShapes,
+    _EXPORT: _DeferredExport,
 }
 
 
