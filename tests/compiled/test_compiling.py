@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiled import compiling
 from memfit.compiled.program import SavedSetProblem
 from memfit.errors import InputError
 from memfit.torch_private.partitioner import has_cpp_compiler
@@ -87,6 +88,20 @@ def test_sets_that_torch_finds_are_measured_where_the_estimate_finds_none(monkey
     found = memfit.compiled.compile(model, batch, loss=loss, budget=tight.budget_bytes)
     assert found.peak_bytes <= tight.budget_bytes
     assert found.chosen.found_by.startswith("torch at") and len(found.rounds) > 1
+
+
+@needs_compiler
+def test_of_the_saved_sets_that_fit_the_fastest_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = chain(), torch.randn(8192, 64)
+    free = memfit.compiled.compile(model, batch, loss=loss, budget="1GiB")
+    assert free.chosen.measured_ms is None, "torch's own choice fits and has no contender"
+    monkeypatch.setattr(compiling, "_NEARLY", 1e3)
+    found = memfit.compiled.compile(model, batch, loss=loss, budget=free.peak_bytes - (1 << 20), rounds=6)
+    timed = [each for each in found.rounds if each.measured_ms is not None]
+    assert {each for each in found.rounds if each.measured_peak_bytes <= found.budget_bytes} == set(timed)
+    assert any(each.found_by.startswith("torch at") for each in timed) and "memfit" in {each.found_by for each in timed}
+    assert found.chosen == min(timed, key=lambda each: each.measured_ms or 0.0)
+    assert f"the fastest of {len(timed)} that fit" in str(found)
 
 
 class Breaks(nn.Module):

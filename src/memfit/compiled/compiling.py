@@ -2,13 +2,15 @@
 
 Note [Rounds]: the first round plans with the estimate as it is. A step is then run and measured. Where its peak is over
 the budget, or so far below that a faster saved set may fit, the budget of the next round is moved by what the estimate
-was off. Rounds end when the choice would not change, and after `rounds` of them; kept is the fastest that was measured
-within the budget. Where none was, the sets that torch's own solver finds are measured too, the smallest by the estimate
-first, until one is.
+was off. Rounds end when the choice would not change, and after `rounds` of them. Where none was within the budget, the
+sets that torch's own solver finds are measured too, the smallest by the estimate first, until one is. Where rounds are
+left, the ones of these that fit and are nearly as fast by the estimate are compiled as well: times of fused kernels are
+estimates, so of all that were measured within the budget steps are timed, by turns, and the fastest is kept.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,22 +34,30 @@ from memfit.torch_private.partitioner import (
     unlimited_recompiles,
 )
 from memfit.units import display_bytes, display_ms, parse_bytes
-from memfit.verify import Found, measure_rise, tensors_in
+from memfit.verify import Found, measure_rise, step_ms, tensors_in
 
 _WARM_UPS = 2
 """Steps before the measured one: the first compiles, and makes the optimizer's state."""
 _ROUNDS = 4
+_CONTENDERS = 2
+_NEARLY = 1.1
+"""So many saved sets of torch's are timed beside memfit's, of those that the estimate has at most so much slower."""
+_TURNS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One compilation: the saved set's estimated peak and time, and the peak that was measured."""
+    """One compilation: the saved set's estimated peak and time, and the peak that was measured.
+
+    `measured_ms` is the median of a step's time where several were timed by turns.
+    """
 
     found_by: str
     estimated_peak_bytes: int
     measured_peak_bytes: int
     estimated_ms: float
     saved_bytes: int
+    measured_ms: float | None = None
 
     @property
     def error_bytes(self) -> int:
@@ -94,6 +104,12 @@ class Compiled:
             f"without a budget: {display_bytes(self.default_peak_bytes)} compiled, as estimated; "
             f"{display_bytes(self.eager_peak_bytes)} eager",
         ]
+        timed = [each.measured_ms for each in self.rounds if each.measured_ms is not None]
+        if chosen.measured_ms is not None:
+            slowest = display_ms(max(timed))
+            lines.append(
+                f"the fastest of {len(timed)} that fit: {display_ms(chosen.measured_ms)} measured, up to {slowest}"
+            )
         if len(self.rounds) > 1:
             errors = ", ".join(f"{each.error_bytes / 2**20:+.2f} MiB" for each in self.rounds)
             lines.append(f"compiled {len(self.rounds)} times; the estimate was off by {errors}")
@@ -192,10 +208,15 @@ class _Compiler:
             if all(each.choice is None or each.choice.saved != other.saved for _, _, each in made):
                 last = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
                 made.append(self._try(last))
+        for other in self._contenders(made, most_rounds):
+            made.append(
+                self._try(Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other))
+            )
+        made = self._timed(made)
         fitting = [each for each in made if each[0].measured_peak_bytes <= self.budget_bytes]
         if not fitting:
             self._refuse([each for each, _, _ in made])
-        chosen, model, splitter = min(fitting, key=lambda each: each[0].estimated_ms)
+        chosen, model, splitter = min(fitting, key=lambda each: each[0].measured_ms or each[0].estimated_ms)
         return Compiled(
             model=model,
             budget_bytes=self.budget_bytes,
@@ -207,6 +228,36 @@ class _Compiler:
             planned=True,
             notes=(),
         )
+
+    def _contenders(self, made: list[tuple[Round, Any, Splitter]], most_rounds: int) -> list[Choice]:
+        """Return torch's own sets that are worth a compilation beside what fits already (Note [Rounds])."""
+        splitter = made[-1][2]
+        compiled = {each.choice.saved: found for found, _, each in made if each.choice is not None}
+        fitting = {saved: each for saved, each in compiled.items() if each.measured_peak_bytes <= self.budget_bytes}
+        if not fitting or splitter.own_choice.saved in fitting:
+            return []
+        error = max(each.error_bytes for each in fitting.values())
+        most_ms = _NEARLY * min(each.estimated_ms for each in fitting.values())
+        by_torch = {each.saved: each for each in splitter.others if each.saved not in compiled}
+        worth = [
+            each for each in by_torch.values() if each.peak_bytes + error <= self.budget_bytes and each.ms <= most_ms
+        ]
+        return sorted(worth, key=lambda each: each.ms)[: max(0, min(_CONTENDERS, most_rounds - len(made)))]
+
+    def _timed(self, made: list[tuple[Round, Any, Splitter]]) -> list[tuple[Round, Any, Splitter]]:
+        """Time steps of all that fit, by turns; nothing where that is one alone."""
+        fitting = [place for place, each in enumerate(made) if each[0].measured_peak_bytes <= self.budget_bytes]
+        if len(fitting) < 2:
+            return made
+        found: dict[int, list[float]] = {place: [] for place in fitting}
+        with self.found.kept():
+            for turn in range(_TURNS):
+                for place in fitting[:: -1 if turn % 2 else 1]:
+                    found[place].append(step_ms(lambda model=made[place][1]: self._run(model), self.device))
+        return [
+            (replace(each, measured_ms=statistics.median(found[place])) if place in found else each, model, splitter)
+            for place, (each, model, splitter) in enumerate(made)
+        ]
 
     def _try(self, splitter: Splitter) -> tuple[Round, Any, Splitter]:
         """Compile the model with a splitter, and measure its step."""
@@ -283,17 +334,16 @@ class _Compiler:
 
     def _measure(self, model: Any) -> int:
         """Run the step until it is steady, and return its measured peak."""
-        optimizer = self.step.optimizer
-        assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-
-        def run() -> None:
-            self.step.execute(model, optimizer, self.device.type)
-
         with self.found.kept():
             with unlimited_recompiles():
                 for _ in range(_WARM_UPS):
-                    run()
-            return self.outside.resident_bytes + measure_rise(run, self.device).rise_bytes
+                    self._run(model)
+            return self.outside.resident_bytes + measure_rise(lambda: self._run(model), self.device).rise_bytes
+
+    def _run(self, model: Any) -> None:
+        optimizer = self.step.optimizer
+        assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        self.step.execute(model, optimizer, self.device.type)
 
 
 def _round(splitter: Splitter, peak: int) -> Round:

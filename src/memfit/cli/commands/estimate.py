@@ -73,9 +73,7 @@ def _table(found: Estimated) -> Group:
     )
     for name, size in rows:
         table.add_row(name, display_bytes(size), style="bold" if name in ("these alone", "needed") else None)
-    verdict = (
-        f"{'fits' if found.fits else 'does not fit'} {found.device} ({display_bytes(found.device_bytes)}) as it is; "
-        "memfit plan finds what fits"
-    )
+    where = f"{found.device} ({display_bytes(found.device_bytes)})"
+    verdict = f"fits {where}" if found.fits else f"does not fit {where} as it is; memfit plan finds what does"
     peak = "the peak may come before all gradients are there, so its parts are not the sum of the rows above it"
     return Group(table, Text(), Text(verdict), Text(peak, style="dim"))
