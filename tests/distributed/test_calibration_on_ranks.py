@@ -26,6 +26,5 @@ def test_two_ranks_measure_the_same_figures_of_ops_collectives_and_engines(two_r
     device = load_device(str(first.save(tmp_path / "two-ranks.toml")))
     for written, measured in zip(device.engines, first.engines, strict=True):
         assert dataclasses.astuple(written)[1:] == pytest.approx(dataclasses.astuple(measured)[1:], rel=1e-4)
-        # nothing where copies are not seen to cost more than the disk's own, or kept units more than their gathers
-        assert min(measured.offload_s_per_byte, measured.kept_s_per_byte) >= 0
+        assert measured.offload_s_per_byte >= 0  # nothing where copies are not seen to cost more than the disk's own
         assert min(measured.slowdown, measured.collective_ms, measured.waiting, measured.second_run_ms) > 0

@@ -19,7 +19,7 @@ from torch import nn
 import memfit
 from memfit.capture import Step, trace
 from memfit.cost import Roofline, Runtime
-from memfit.hardware import EngineTimes, Target, load_device
+from memfit.hardware import Target
 from memfit.plans import settings as plan_settings
 from memfit.plans.decisions import drop_small_gains, find_decisions
 from memfit.plans.joint import WORTH, JointSearch
@@ -73,8 +73,6 @@ class Instance:
     rows: int
     ranks: int
     part: float
-    kept_s_per_byte: float = 0.0
-    """What the engine loses to what stays gathered: with it the member that communicates least is not the fastest."""
 
     def search(self, *, time_limit_s: float = math.inf, of_least: float | None = None, **options: float) -> JointSearch:
         """Return the search; `of_least` gives it a part of the smallest budget in place of the instance's own."""
@@ -83,16 +81,7 @@ class Instance:
             memfit.spec((self.rows, 64), torch.int64),
             loss=next_token,
         )
-        engine = EngineTimes(
-            engine="fsdp2",
-            slowdown=1.0,
-            collective_ms=0.0,
-            waiting=0.0,
-            second_run_ms=0.0,
-            kept_s_per_byte=self.kept_s_per_byte,
-        )
-        device = replace(load_device("h100-sxm"), engines=(engine,) if self.kept_s_per_byte else ())
-        target = Target.parse(device, ranks=self.ranks)
+        target = Target.parse("h100-sxm", ranks=self.ranks)
         cost = Roofline.of(target)
         limited = SolveOptions(decide="all", limits=Limits(time_limit_s=time_limit_s))
         problem = Problem.of(Runtime.of(trace(step, target=target), cost), target, limited)
@@ -121,7 +110,6 @@ instances = st.builds(
     rows=st.sampled_from([2, 4]),
     ranks=st.sampled_from([1, 4, 16]),
     part=st.sampled_from([0.0, 0.2, 0.6]),
-    kept_s_per_byte=st.sampled_from([0.0, 1e-12, 1e-11]),
 )
 
 
@@ -161,7 +149,6 @@ def check_against_every_setting(instance: Instance) -> None:
     [
         Instance(width=256, depth=2, classes=2000, rows=2, ranks=1, part=0.2),
         Instance(width=512, depth=2, classes=100, rows=2, ranks=4, part=0.2),
-        Instance(width=512, depth=2, classes=100, rows=2, ranks=4, part=0.6, kept_s_per_byte=1e-11),
     ],
 )
 def test_the_answer_is_that_of_trying_every_setting(instance: Instance) -> None:

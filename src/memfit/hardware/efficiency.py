@@ -68,8 +68,7 @@ class EngineTimes:
     with compute. `collective_ms` is what the host takes for each beyond that: hooks, buffers, the views of parameters.
     `waiting` is the part of a step's ops for which ranks wait for the slowest of them. `second_run_ms` is that of
     `HostTimes`, under this engine. `offload_s_per_byte` is what a byte that leaves and comes back takes beyond what was
-    measured of the disk, `kept_s_per_byte` what a byte that stays gathered between forward and backward takes from the
-    ops, whose memory it pushes out of the caches. `fsdp2-half` is the engine where it casts parameters to 16 bits.
+    measured of the disk. `fsdp2-half` is the engine where it casts parameters to 16 bits.
     """
 
     engine: str
@@ -78,7 +77,6 @@ class EngineTimes:
     waiting: float
     second_run_ms: float
     offload_s_per_byte: float = 0.0
-    kept_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,6 @@ class EngineTable(FigureTable, frozen=True):
     waiting: Number
     second_run_ms: Number
     offload_s_per_byte: Number | None = None
-    kept_s_per_byte: Number | None = None
 
 
 class DeviceFile(FigureTable, frozen=True):

@@ -53,7 +53,6 @@ from memfit.plans.settings import (
     find_families,
     find_variants,
     is_reached,
-    least_base_ms,
 )
 from memfit.sharding import ShardOptions
 from memfit.solve import Status
@@ -277,11 +276,11 @@ class JointSearch:
                 return
             node = replace(node, stage=3)
             added_ms = self.bounds.added_ms(Setting(variant=variant, shard=family.least))
-            bound_ms = max(bound_ms, least_base_ms(fastest) + added_ms)
+            bound_ms = max(bound_ms, base_ms(fastest) + added_ms)
             if bound_ms < self._enough_ms(node):
                 least = self.problems.of(Setting(variant=variant, shard=family.least))
                 added_ms = 0.0 if least is None else least.bound_ms(self.budget_bytes)
-                bound_ms = max(bound_ms, least_base_ms(fastest) + added_ms)
+                bound_ms = max(bound_ms, base_ms(fastest) + added_ms)
             if captured or bound_ms >= self._enough_ms(node):
                 yield node, bound_ms
                 return
@@ -295,7 +294,7 @@ class JointSearch:
             return
         for member in family.members[1:]:
             added_ms = self.bounds.added_ms(Setting(variant=variant, shard=member))
-            least_ms = max(bound_ms, least_base_ms(fastest) + added_ms)
+            least_ms = max(bound_ms, base_ms(fastest) + added_ms)
             yield replace(node, stage=0, member=member, is_member=True), least_ms
 
     def _answer(self, node: _Node, setting: Setting) -> Answer | None:

@@ -29,17 +29,7 @@ from functools import cached_property
 from memfit.capture import Category, Phase, find_chunkable, find_copies, find_logits, find_softmaxes
 from memfit.hardware import Family as KernelFamily
 from memfit.plans.setting_problems import SettingProblems
-from memfit.plans.settings import (
-    CHUNKS,
-    LEAST_GAIN_MS,
-    Answer,
-    Family,
-    Setting,
-    StepVariant,
-    base_ms,
-    gathers_more,
-    least_base_ms,
-)
+from memfit.plans.settings import CHUNKS, LEAST_GAIN_MS, Answer, Family, Setting, StepVariant, base_ms, gathers_more
 from memfit.sharding import ShardOptions
 from memfit.solve import Problem, Solved, Status, solve
 
@@ -191,7 +181,7 @@ class SettingBounds:
         fastest = self.problems.of(Setting(variant=source, shard=family.most))
         if fastest is None:
             return math.inf if source == whole else 0.0
-        bound = least_base_ms(fastest) + (self._chunks_ms if variant.chunked is not None else 0.0)
+        bound = base_ms(fastest) + (self._chunks_ms if variant.chunked is not None else 0.0)
         if source.implementation != variant.implementation:
             bound -= phase_ms(fastest, Phase.OPTIMIZER)
         if stage == 0 or source.parts != variant.parts or (variant.chunked is not None and self._has_cpu_caches):
@@ -253,12 +243,12 @@ class SettingBounds:
             if variant.chunked.chunks > number:
                 copied = self._copied_bytes / variant.parts
                 more = math.ceil(copied * (1 / number - 1 / variant.chunked.chunks))
-                bound = max(bound, least_base_ms(fastest) + self.relaxed_ms(known, more))
+                bound = max(bound, base_ms(fastest) + self.relaxed_ms(known, more))
             elif known.solved.status is Status.INFEASIBLE:
                 return math.inf  # fewer chunks need no less
             else:
                 fewer_ms = (number - variant.chunked.chunks) * self._kernels_ms(known.problem, number)
-                bound = max(bound, least_base_ms(fastest) - fewer_ms + known.solved.bound_ms)
+                bound = max(bound, base_ms(fastest) - fewer_ms + known.solved.bound_ms)
         return bound
 
     @cached_property

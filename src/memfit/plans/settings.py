@@ -105,11 +105,6 @@ def base_ms(problem: Problem) -> float:
     return problem.runtime.total_ms + problem.exposed_ms
 
 
-def least_base_ms(problem: Problem) -> float:
-    """Return what no member of a family takes less than, from the problem of the one that communicates least."""
-    return base_ms(problem) - (0.0 if problem.sharding is None else problem.sharding.kept_ms)
-
-
 # -- what there is to decide ------------------------------------------------------------------------------------------
 
 

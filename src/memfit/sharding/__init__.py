@@ -18,7 +18,6 @@ from memfit.sharding.sharded_step import (
     repeated_blocks,
     shard,
 )
-from memfit.sharding.units import kept_bytes
 
 __all__ = [
     "FlatLayout",
@@ -43,7 +42,6 @@ __all__ = [
     "group_along",
     "group_of",
     "join_neighbours",
-    "kept_bytes",
     "repeated_blocks",
     "shard",
     "shard_bytes",

@@ -22,8 +22,8 @@ class Sharding:
     are the storages that a rank does not have and `allocations` what it has instead; `schedule` has the events that
     these come from. The dtypes are those that were used; None is the parameter's own. `exposed_ms` is what the
     communication adds to the step: waits, and `beside_ms`, which is copies in and out of its buffers and what kernels
-    lose to collectives that run beside them, and `kept_ms`, which they lose to units that stay gathered. `buckets` are
-    the bytes of DDP's gradient buckets, where the step is replicated and not sharded.
+    lose to collectives that run beside them. `buckets` are the bytes of DDP's gradient buckets, where the step is
+    replicated and not sharded.
     """
 
     runtime: Runtime
@@ -40,7 +40,6 @@ class Sharding:
     reduce_dtype: str | None
     buckets: tuple[int, ...] = ()
     beside_ms: float = 0.0
-    kept_ms: float = 0.0
     bubble_ms: float = 0.0
     """Of `exposed_ms`, what a stage of a pipeline waits for the others (`bubbles.py`)."""
     pipelines: tuple[StageTimes, ...] = ()

@@ -45,7 +45,6 @@ from memfit.sharding.units import (
     find_units,
     in_order_of_fsdp2,
     join_units,
-    kept_bytes,
     members_of,
     repeated_blocks,
 )
@@ -217,12 +216,9 @@ def shard(
     beside_ms += copies_ms(schedule, target.device)
     half = dtypes.param is not None and item_bytes(dtypes.param) == HALF_BYTES
     measured = target.device.engine("fsdp2" if flat is None else "sharded", half=half)
-    kept_ms = 0.0
     if measured is not None:
         beside_ms += (measured.slowdown - 1.0) * (waited_ms + beside_ms)
         beside_ms += measured.collective_ms * len(schedule.transfers) + measured.waiting * runtime.total_ms
-        kept_ms = 1e3 * measured.kept_s_per_byte * kept_bytes(units)
-        beside_ms += kept_ms
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -234,7 +230,6 @@ def shard(
         communication_ms=communication_ms,
         exposed_ms=waited_ms + beside_ms,
         beside_ms=beside_ms,
-        kept_ms=kept_ms,
         shard_dtype=dtypes.shard,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,

@@ -76,11 +76,6 @@ class ShardUnit:
         return self.reshard_ranks or not self.kept
 
 
-def kept_bytes(units: Iterable[ShardUnit]) -> int:
-    """Return what stays gathered between forward and backward, beside the root, which always does."""
-    return sum(unit.gathered_bytes for unit in units if unit.kept and unit.module)
-
-
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps.
 

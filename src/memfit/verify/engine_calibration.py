@@ -2,18 +2,16 @@
 
 Note [Engines beside ops]: a small training step runs on every rank at once in five ways, in turns: without sharding,
 sharded by an engine, so with units that stay gathered between forward and backward, under a plan that recomputes, and
-under one that offloads all that it may. What sharding adds is explained by four things,
+under one that offloads all that it may. What sharding adds is explained by three things,
 
     added = slowdown x (collectives and copies by themselves)  +  collective_ms x collectives  +  waiting x ops
-            +  kept_s_per_byte x bytes that stay gathered
 
-of which the first are what the link's figures say and the third are the step without sharding: ranks wait at every
+of which the first are what the link's figures say and the last are the step without sharding: ranks wait at every
 collective for the slowest, and the longer they have computed, the farther apart they are. Steps differ in what they
-have most of, so that these can be told apart. What stays gathered takes the caches from the ops: their kernels are a
-few percent slower, which can be more than the gathers that it saves. What the first plan adds, less the ops that it
-recomputes, is the host's part of a recompute: `second_run_ms` for each op of a unit. What the second adds, less the
-waits for its copies that the disk's figures say, is what ranks that share cores lose to copies: `offload_s_per_byte`.
-The steps are memfit's reference models, no user's.
+have most of, so that the three can be told apart. What the first plan adds, less the ops that it recomputes, is the
+host's part of a recompute: `second_run_ms` for each op of a unit. What the second adds, less the waits for its copies
+that the disk's figures say, is what ranks that share cores lose to copies: `offload_s_per_byte`. The steps are memfit's
+reference models, no user's.
 
 An engine that casts parameters to 16 bits is measured by itself (`fsdp2-half`). Nothing but such an engine runs a step
 with parameters of 32 bits in 16, so there the step without sharding is what the figures of its ops say.
@@ -40,7 +38,7 @@ from memfit.cost import Calibration, Size, language_step
 from memfit.errors import InputError
 from memfit.hardware import Device, EngineTimes
 from memfit.plans import Inputs, OffloadLinkRecord, Plan, build_checkpoint, build_policy, plan
-from memfit.sharding import ShardEngine, ShardOptions, kept_bytes
+from memfit.sharding import ShardEngine, ShardOptions
 from memfit.solve import Candidate, Problem, SolveOptions
 from memfit.tradeoff import Policy
 
@@ -60,12 +58,11 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTime:
-    """The time of a sharded step, its collectives, and what of it stays gathered beside the root."""
+    """The time of a step whose units stay gathered, and its collectives."""
 
     ms: float
     collectives: int
     communication_ms: float
-    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +113,10 @@ def fit_engine(engine: str, samples: Sequence[ShardedSample]) -> EngineTimes:
         for each in samples
     ]
     timed += [(each.kept, each) for each in samples if each.kept is not None]
-    rows = np.array(
-        [(found.communication_ms, found.collectives, each.local_ms, found.kept_bytes) for found, each in timed]
-    )
+    rows = np.array([(found.communication_ms, found.collectives, each.local_ms) for found, each in timed])
     added = np.array([found.ms - each.local_ms for found, each in timed])
     weights = 1.0 / np.array([found.ms for found, _ in timed])
-    fitted = _fit_non_negative(rows * weights[:, None], added * weights)
-    slowdown, collective_ms, waiting, kept_ms_per_byte = fitted.tolist()
+    slowdown, collective_ms, waiting = _fit_non_negative(rows * weights[:, None], added * weights).tolist()
     spare = [
         (each.planned_ms - each.sharded_ms - each.recompute_ops_ms) / each.second_run_ops
         for each in samples
@@ -139,7 +133,6 @@ def fit_engine(engine: str, samples: Sequence[ShardedSample]) -> EngineTimes:
         waiting=max(_LEAST, waiting),
         second_run_ms=max(_LEAST, statistics.median(spare) if spare else _LEAST),
         offload_s_per_byte=max(0.0, lost_ms / 1e3 / away_bytes) if away_bytes else 0.0,
-        kept_s_per_byte=kept_ms_per_byte / 1e3,
     )
 
 
@@ -195,7 +188,6 @@ def _measure(engine: ShardEngine, device: Device, size: Size, *, plain: bool, ha
             ms=kept_ms,
             collectives=len(kept_problem.sharding.transfers),
             communication_ms=kept_problem.sharding.exposed_ms,
-            kept_bytes=kept_bytes(kept_problem.sharding.units),
         ),
         offloading_ms=offloading_ms[0] if offloading_ms else 0.0,
         offload_waits_ms=sum(policy.exposed_ms for _, policy in away),
