@@ -104,26 +104,31 @@ def make_trainer(**arguments: Any) -> Any:
     )
 
 
+def make_transformers_trainer(layers: int, hidden: int, size: int) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    return Trainer(
+        model=build(layers, hidden),
+        args=TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=size,
+            auto_find_batch_size=True,
+            max_steps=3,  # as many as Lightning runs for each size
+            max_grad_norm=0.0,  # Lightning's do not clip
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Rows(),  # type: ignore[arg-type]
+    )
+
+
 def find(way: str, layers: int, hidden: int, budget: int) -> tuple[int, float]:
     """Find the batch size in this process, under the limit; return it and the seconds."""
     if way == "transformers":
-        from transformers import Trainer, TrainingArguments
-
-        trainer = Trainer(
-            model=build(layers, hidden),
-            args=TrainingArguments(
-                output_dir=tempfile.mkdtemp(),
-                per_device_train_batch_size=START,
-                auto_find_batch_size=True,
-                max_steps=3,  # as many as Lightning runs for each size
-                use_cpu=True,
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                dataloader_pin_memory=False,
-            ),
-            train_dataset=Rows(),  # type: ignore[arg-type]
-        )
+        trainer = make_transformers_trainer(layers, hidden, START)
         begin = time.process_time()
         trainer.train()
         return trainer._train_batch_size, time.process_time() - begin
@@ -158,8 +163,10 @@ def child(way: str, layers: int, hidden: int, budget: int, size: int | None) -> 
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    small = make_module(1, 64)
-    make_trainer(max_steps=1).fit(small)
+    if way == "transformers":
+        make_transformers_trainer(1, 64, 2).train()
+    else:
+        make_trainer(max_steps=1).fit(make_module(1, 64))
     before = mapped_bytes()
     assert before is not None
     if way != "memfit" or size is not None:
