@@ -274,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama", "gpt2", "vit", "mixer"])
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=41)
+    parser.add_argument("--turns", type=int, default=41, help="2 or more")
     arguments = parser.parse_args()
     keep_memory()
     worst = {name: compare(name, arguments.layers, arguments.turns) for name in arguments.models}

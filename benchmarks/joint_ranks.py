@@ -194,7 +194,8 @@ def show(rows: list[dict[str, Any]]) -> list[float]:
     ratios = []
     for row in rows:
         print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}", *row["findings"], sep="; ")
-        print(f"  two models of one plan are {statistics.median(row['apart']):.1%} apart (median)")
+        if row.get("apart"):  # not in files of older runs
+            print(f"  two models of one plan are {statistics.median(row['apart']):.1%} apart (median)")
         for place, (_, budget, ours, _, expected, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
             others = {
                 method: (ms, predicted)
@@ -231,7 +232,7 @@ def main() -> None:
         files = [result_file(folder, *pair, arguments.quick) for pair in pairs]
         rows = [json.loads(file.read_text()) for file in files]
     ratios = show(rows)
-    apart = statistics.median(each for row in rows for each in row["apart"])
+    apart = statistics.median([each for row in rows for each in row.get("apart", ())] or [0.0])
     print(f"two models of one plan are {apart:.1%} apart (median); points slower than that:", end=" ")
     print(sum(each < 1 - apart for each in ratios), "of", len(ratios))
     print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")

@@ -172,12 +172,15 @@ def visit_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
 def dataclass_values(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that are set.
 
-    They are read past a `__getattribute__` of its own: configurations of transformers refuse some of theirs.
+    One that the object refuses to give is read past its `__getattribute__`: configurations of transformers refuse some.
     """
     found = {}
     for field in dataclasses.fields(value):
-        with contextlib.suppress(AttributeError):
-            found[field.name] = object.__getattribute__(value, field.name)
+        try:
+            found[field.name] = getattr(value, field.name)
+        except Exception:
+            with contextlib.suppress(AttributeError):
+                found[field.name] = object.__getattribute__(value, field.name)
     return found
 
 

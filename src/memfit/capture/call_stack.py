@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -151,6 +151,21 @@ class CallTracker:
         """The calls with gradients disabled of modules that are called with gradients too, by path."""
         some = (path for path, indices in self._no_grad.items() if len(indices) < self._counts[path])
         return {path: tuple(self._no_grad[path]) for path in some}
+
+    def replicate(self, template: str, others: Sequence[str]) -> None:
+        """Note of blocks that were passed by what was noted of the one that ran in their place, and inside of it."""
+
+        def inside(paths: Iterable[str]) -> list[str]:
+            return [path for path in paths if path == template or path.startswith(f"{template}.")]
+
+        for path in inside(self.in_eval):
+            self.in_eval.update(other + path[len(template) :] for other in others)
+        for path in inside(self._counts):
+            for other in others:
+                own = other + path[len(template) :]
+                self._counts[own] = self._counts[path]
+                if path in self._no_grad:
+                    self._no_grad[own] = list(self._no_grad[path])
 
     def _is_trained(self, path: str) -> bool:
         parts = path.split(".") if path else []

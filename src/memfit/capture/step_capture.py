@@ -489,8 +489,7 @@ class StepCapture:
             raise NotRepeated("a note is about one block")
         template = row.paths[FIRST - 1]
         others = row.paths[FIRST:-LAST]
-        for path in [each for each in self.calls.in_eval if each == template or each.startswith(f"{template}.")]:
-            self.calls.in_eval.update(other + path[len(template) :] for other in others)
+        self.calls.replicate(template, others)
         if template in self.advice.recomputed:
             after = list(self.advice.recomputed)
             place = after.index(template)

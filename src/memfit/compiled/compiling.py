@@ -10,6 +10,7 @@ estimates, so of all that were measured within the budget steps are timed, by tu
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from memfit.torch_private.partitioner import (
     has_cpp_compiler,
     make_partitioner,
     missing_names,
+    recompiles_of_its_own,
     unlimited_recompiles,
 )
 from memfit.units import display_bytes, display_ms, parse_bytes
@@ -108,7 +110,8 @@ class Compiled:
         if chosen.measured_ms is not None:
             slowest = display_ms(max(timed))
             lines.append(
-                f"the fastest of {len(timed)} that fit: {display_ms(chosen.measured_ms)} measured, up to {slowest}"
+                f"a step takes {display_ms(chosen.measured_ms)}, the fastest of {len(timed)} that fit; the slowest "
+                f"of them {slowest}"
             )
         if len(self.rounds) > 1:
             errors = ", ".join(f"{each.error_bytes / 2**20:+.2f} MiB" for each in self.rounds)
@@ -130,9 +133,10 @@ def compile(
     """Compile a model so that the real peak of its training step is within the budget, as fast as that allows.
 
     The budget is bytes of everything that the step allocates: parameters, gradients, optimizer state, batch,
-    activations and temporaries. The step is run on the model's device with the batch given, `rounds` times compiled at
-    most, and measured; values of the model, the optimizer and the batch are as before afterwards. `options` are those
-    of torch.compile. Where none of the saved sets that were measured is within the budget, that is an `InputError` that
+    activations and temporaries. The step is run on the model's device with the batch given, compiled at most `rounds`
+    times, and where nothing fits then, once for each of the up to seven sets that torch's own solver finds, and
+    measured; values of the model, the optimizer and the batch are as before afterwards. `options` are those of
+    torch.compile. Where none of the saved sets that were measured is within the budget, that is an `InputError` that
     names the smallest peak measured.
     """
     step = model if isinstance(model, Step) else Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
@@ -209,14 +213,16 @@ class _Compiler:
                 last = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
                 made.append(self._try(last))
         for other in self._contenders(made, most_rounds):
-            made.append(
-                self._try(Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other))
-            )
+            contender = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
+            with contextlib.suppress(torch.OutOfMemoryError):  # what fits is there already
+                made.append(self._try(contender))
         made = self._timed(made)
         fitting = [each for each in made if each[0].measured_peak_bytes <= self.budget_bytes]
         if not fitting:
             self._refuse([each for each, _, _ in made])
-        chosen, model, splitter = min(fitting, key=lambda each: each[0].measured_ms or each[0].estimated_ms)
+        chosen, model, splitter = min(
+            fitting, key=lambda each: each[0].estimated_ms if each[0].measured_ms is None else each[0].measured_ms
+        )
         return Compiled(
             model=model,
             budget_bytes=self.budget_bytes,
@@ -330,7 +336,13 @@ class _Compiler:
 
     def _torch_compile(self, splitter: Splitter | None, *, fullgraph: bool) -> Any:
         own = {} if splitter is None else {CUSTOM_PARTITIONER: make_partitioner(splitter)}
-        return torch.compile(self.module, fullgraph=fullgraph, dynamic=False, options={**self.options, **own} or None)
+        return torch.compile(
+            self.module,
+            fullgraph=fullgraph,
+            dynamic=False,
+            options={**self.options, **own} or None,
+            **recompiles_of_its_own(),
+        )
 
     def _measure(self, model: Any) -> int:
         """Run the step until it is steady, and return its measured peak."""

@@ -214,9 +214,13 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 
 
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
-    """Return how many calls of the same module came before this one in the same run of the model."""
+    """Return how many calls of the same module came before this one in the same run of the model.
+
+    Those without gradients too: the engine wraps the module's forward here, and sees them all.
+    """
     begin = max((each.begin for each in trace.calls if each.parent == NO_INDEX and each.begin <= call.begin), default=0)
-    return sum(begin <= each.begin < call.begin and _is_counted(trace, each, call.module) for each in trace.calls)
+    same = trace.instance_of(call.module)
+    return sum(begin <= each.begin < call.begin and trace.instance_of(each.module) == same for each in trace.calls)
 
 
 def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:

@@ -29,19 +29,33 @@ def find_decisions(joint: JointSearch) -> list[Decision]:
 def drop_small_gains(joint: JointSearch, worth: float) -> None:
     """Take back decisions of the best answer while the step takes at most this part longer without them.
 
-    The one that gains least goes first. Checkpointing is none of them: without it the step may not fit.
+    The one that gains least goes first, and what has gone does not come back. Checkpointing is none of them: without it
+    the step may not fit. Nor is another implementation of the optimizer's step: it is the same work in fewer kernels.
     """
     most_ms = joint.best.step_ms * (1.0 + worth)
-    while joint.best.solved.choice is not None:
-        without = [joint.bounds.answer(other) for kind, _, other in _settings_without(joint) if kind in joint.kinds]
+    kinds = joint.kinds - {"optimizer"}
+    offloads = _offloads(joint.best)
+    while joint.best.solved.choice is not None and not joint.is_late:
+        without = [joint.bounds.answer(other) for kind, _, other in _settings_without(joint) if kind in kinds]
         others = [joint.bounds.exact(each) for each in without if each is not None]
-        if any(policy.offload for _, policy in joint.best.solved.chosen):
-            problem = joint.best.problem.without_offload()
-            others.append(replace(joint.best, problem=problem, solved=solve(problem, joint.best.solved.budget_bytes)))
+        if not offloads:
+            others = [_without_offload(each) if _offloads(each) else each for each in others]
+        elif _offloads(joint.best):
+            others.append(_without_offload(joint.best))
         fitting = [each for each in others if each.solved.choice is not None and each.step_ms <= most_ms]
         if not fitting:
             return
         joint.best = min(fitting, key=lambda each: each.step_ms)
+        offloads = offloads and _offloads(joint.best)
+
+
+def _offloads(answer: Answer) -> bool:
+    return any(policy.offload for _, policy in answer.solved.chosen)
+
+
+def _without_offload(answer: Answer) -> Answer:
+    problem = answer.problem.without_offload()
+    return replace(answer, problem=problem, solved=solve(problem, answer.solved.budget_bytes))
 
 
 def _settings_without(joint: JointSearch) -> Iterator[tuple[str, str, Setting]]:

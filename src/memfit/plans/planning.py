@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -125,10 +126,12 @@ def plan_problem(
     if joint is None and problem.options.decide:
         joint = JointSearch(best, inputs.step, inputs.cost, ())
     worth = worth_on(problem.target.device)
-    if joint is not None and worth > WORTH and joint.kinds != {"optimizer"}:
+    faster_ms = math.inf
+    if joint is not None and worth > WORTH:
         before = joint.best
         drop_small_gains(joint, worth)
         if joint.best is not before:
+            faster_ms = before.base_ms + before.solved.bound_ms
             reservation = reservation_under(joint.best.problem, joint.best.solved)
             notes.append(
                 f"decisions that gain less than {worth:.0%} of the step together are not taken: predictions for a CPU "
@@ -137,7 +140,8 @@ def plan_problem(
     if joint is not None and "segments" in problem.options.decided:
         reservation = _with_segments(joint, allowed, reservation, is_given=budget is not None)
     best = best if joint is None else joint.best
-    return _document(best, reservation, problem, notes, None if budget is None else allowed, joint), best.problem
+    asked_bytes = None if budget is None else allowed
+    return _document(best, reservation, problem, notes, asked_bytes, joint, faster_ms), best.problem
 
 
 def _with_segments(
@@ -226,10 +230,12 @@ def _document(
     notes: list[str],
     asked_bytes: int | None,
     joint: JointSearch | None,
+    faster_ms: float,
 ) -> Plan:
     """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step.
 
-    Where the plan divides the batch, the step is another, and the baseline is that one's.
+    Where the plan divides the batch, the step is another, and the baseline is that one's. `faster_ms` is the bound of a
+    plan that was found and not taken, infinite where there is none.
     """
     problem, solved = answer.problem, answer.solved
     if joint is not None and answer.setting.variant.parts > 1:
@@ -269,6 +275,9 @@ def _document(
             "the time limit ended the search over settings of the step: those that were not tried take at least "
             f"{display_ms(bound_ms)}"
         )
+    if faster_ms < bound_ms - LEAST_GAIN_MS and fits:
+        bound_ms, status = faster_ms, Status.FEASIBLE
+        gap = relative_gap(solved.recompute_ms, max(0.0, faster_ms - base_ms))
     return build_plan(
         captured,
         target=target,

@@ -40,7 +40,8 @@ class SolveOptions:
     all that keep numbers bit for bit, `"all"` for those too that change the order of sums. What an option or `shard`
     gives a value to stays as it is unless its kind is named; `fixed` are kinds that stay in any case.
     Unless given, a plan decides what `DEFAULT_DECISIONS` says. `offload` and `optimizer` are the same as these
-    kinds by name; `loss_chunks` fixes the number of chunks of the loss, and 1 leaves it whole.
+    kinds by name, but that on a CPU what `offload` finds is kept however little it gains; `loss_chunks` fixes the
+    number of chunks of the loss, and 1 leaves it whole.
     """
 
     ac_units: tuple[str, ...] | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -146,6 +147,15 @@ def unlimited_recompiles() -> Iterator[None]:
     limits = [name for name in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, name)]
     with config.patch(**dict.fromkeys(limits, 10_000)):
         yield
+
+
+def recompiles_of_its_own() -> dict[str, Any]:
+    """Return the argument of torch.compile with which a call counts its own recompilations only (torch/__init__.py).
+
+    Models that were compiled for other budgets would use up the limit of the one that is returned. Older versions of
+    torch have no such argument: there they do.
+    """
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:

@@ -1,7 +1,7 @@
 """Calibration of the engines that shard: what their steps take on the ranks of a machine beyond the ops.
 
 Note [Engines beside ops]: a small training step runs on every rank at once in five ways, in turns: without sharding,
-sharded by an engine, so with units that stay gathered between forward and backward, under a plan that recomputes, and
+sharded by an engine, the same with units kept unsharded between forward and backward, under a plan that recomputes, and
 under one that offloads all that it may. What sharding adds is explained by three things,
 
     added = slowdown x (collectives and copies by themselves)  +  collective_ms x collectives  +  waiting x ops
@@ -58,7 +58,7 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTime:
-    """The time of a step whose units stay gathered, and its collectives."""
+    """The time of a sharded step, and its collectives."""
 
     ms: float
     collectives: int
@@ -151,7 +151,7 @@ def _fit_non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _measure(engine: ShardEngine, device: Device, size: Size, *, plain: bool, half: bool) -> ShardedSample:
-    """Time one step without sharding, sharded, and sharded under a plan, in turns; in 16 bits the last two."""
+    """Time one step in the ways of Note [Engines beside ops], in turns; in 16 bits without the first."""
     shard = ShardOptions(engine=engine)
     if half:
         shard = ShardOptions(engine=engine, param_dtype="bfloat16", reduce_dtype="float32")

@@ -22,6 +22,8 @@ from tests.zoo.catalogue.page import write_page
 PAGE = Path(__file__).parents[3] / "docs" / "zoo.md"
 _SECONDS = 300
 """For one model."""
+_TRAINED = "trained plainly"
+"""What the process of a model prints before memfit begins."""
 
 
 def main() -> int:
@@ -80,6 +82,7 @@ def examine_here(library: str, name: str) -> str:
     except Exception as error:  # what the maker cannot build, or PyTorch cannot train, is no matter of memfit's
         why = str(error) if isinstance(error, Untrainable) else f"{type(error).__name__}: {error}"
         return json.dumps({"library": library, "name": name, "untrainable": why[:300]})
+    print(_TRAINED, flush=True)
     seed()
     return msgspec.json.encode(examine(library, name, LIBRARIES[library].build(name))).decode()
 
@@ -101,14 +104,21 @@ def _in_process(library: str, name: str) -> dict[str, object]:
     command = [sys.executable, "-m", "tests.zoo.catalogue", "--one", library, name]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return {"library": library, "name": name, "untrainable": f"takes more than {_SECONDS} s"}
+    except subprocess.TimeoutExpired as late:
+        return {"library": library, "name": name, _blame(late.stdout): f"takes more than {_SECONDS} s"}
     lines = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     if not lines and ended.returncode == -signal.SIGKILL:
-        return {"library": library, "name": name, "untrainable": "killed: it takes more memory than this machine has"}
+        why = "killed: it takes more memory than this machine has"
+        return {"library": library, "name": name, _blame(ended.stdout): why}
     if not lines:
         return {"library": library, "name": name, "error": f"the process ended: {ended.stderr.strip()[-300:]}"}
     return json.loads(lines[-1])
+
+
+def _blame(printed: str | bytes | None) -> str:
+    """Return what a process that did not come to its end stands for: before it trained plainly, nothing of memfit's."""
+    said = printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
+    return "error" if _TRAINED in said else "untrainable"
 
 
 def _earlier(results: Path | None) -> Iterator[dict[str, object]]:
