@@ -19,7 +19,8 @@ from torch import nn
 import memfit
 from memfit.capture import Step, trace
 from memfit.cost import Roofline, Runtime
-from memfit.hardware import Target
+from memfit.hardware import OffloadLink, Target, load_device
+from memfit.plans import joint as joint_search
 from memfit.plans import settings as plan_settings
 from memfit.plans.decisions import drop_small_gains, find_decisions
 from memfit.plans.joint import WORTH, JointSearch
@@ -282,3 +283,24 @@ def test_decisions_that_gain_too_little_are_taken_back(ranks: int, worth: float)
     if worth > 1:
         assert all(decision.without_ms is None for kind, decision in kinds.items() if kind != "checkpoint")
         assert left.setting != found.setting or not found.setting.variant.chunked
+
+
+def test_a_plan_that_leaves_a_small_gain_is_not_called_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(Reader(64, 4, 100), torch.randint(0, 100, (16, 64)), loss=next_token)
+    disk = OffloadLink(name="disk", to_host_bytes_per_s=1e12, to_device_bytes_per_s=1e12)
+    target = Target.parse(replace(load_device("cpu"), disk=disk))
+    alone = memfit.plan(step, target=target, budget="1B", options=SolveOptions(decide=()), progress=False)
+    assert alone.minimum_budget_bytes is not None
+    budget = (alone.minimum_budget_bytes + alone.baseline.peak_bytes) // 2
+    asked = {"target": target, "budget": budget, "options": SolveOptions(decide=("offload",)), "progress": False}
+    plans = []
+    for worth in (0.0, 1e3):
+        monkeypatch.setattr(joint_search, "WORTH_ON_CPU", worth)
+        plans.append(memfit.plan(step, **asked))  # type: ignore[arg-type]
+    fastest, left = plans
+    assert any(entry.offload for entry in fastest.checkpoint) and fastest.status == "optimal"
+    assert not any(entry.offload for entry in left.checkpoint)
+    assert left.predicted is not None and fastest.predicted is not None and left.bound_ms is not None
+    assert left.bound_ms <= fastest.predicted.step_ms + SAME_MS < left.predicted.step_ms
+    assert left.status == "feasible" and left.gap
+    assert any("are not taken" in note for note in left.notes)
