@@ -54,7 +54,8 @@ bench: $(DEV) $(BENCH)
 		$(BIN)/python "$$file"; \
 	done
 
-zoo: $(DEV)
+# All models of the table, then the tests that are too long for CI.
+zoo: zoo-table
 	$(BIN)/python -m pytest tests/zoo tests/integrations tests/distributed -m zoo
 
 # Every model of four libraries that one generic maker can build, written to docs/zoo.md: about an hour on two cores.
