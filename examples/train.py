@@ -15,11 +15,11 @@ SHAPE = Shape(layers=4, hidden=128, heads=4, key_value_heads=2, feed_forward=352
 BATCH, LENGTH = 8, 128
 
 
-def step() -> memfit.Step:
+def step(batch: int = BATCH) -> memfit.Step:
     """The step of the loop below, with values to verify it on."""
     torch.manual_seed(0)
     model = Llama(SHAPE, LENGTH)
-    tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH))
+    tokens = torch.randint(0, SHAPE.vocabulary, (batch, LENGTH))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # The loop keeps no name for the model's output, so it is gone before backward.
     return memfit.Step(model, tokens, loss=next_token_loss, optimizer=optimizer, keep_output=False)

@@ -3,9 +3,10 @@
 Note [Rounds]: the first round plans with the estimate as it is. A step is then run and measured. Where its peak is over
 the budget, or so far below that a faster saved set may fit, the budget of the next round is moved by what the estimate
 was off. Rounds end when the choice would not change, and after `rounds` of them. Where none was within the budget, the
-sets that torch's own solver finds are measured too, the smallest by the estimate first, until one is. Where rounds are
-left, the ones of these that fit and are nearly as fast by the estimate are compiled as well: times of fused kernels are
-estimates, so of all that were measured within the budget steps are timed, by turns, and the fastest is kept.
+sets that torch's own solver finds are measured too, the smallest by the estimate first, until one is or none can be by
+as much as the estimate was off. Where rounds are left, the ones of these that fit and are nearly as fast by the
+estimate are compiled as well: times of fused kernels are estimates, so of all that were measured within the budget
+steps are timed, by turns, and the fastest is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from memfit.compiled.program import Choice, Outside
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError
 from memfit.memory import Timeline
+from memfit.progress import Progress
 from memfit.torch_private.partitioner import (
     CUSTOM_PARTITIONER,
     graph_break_errors,
@@ -101,21 +103,21 @@ class Compiled:
             return "\n".join([first, *self.notes])
         lines = [
             f"{first}, estimated {display_bytes(chosen.estimated_peak_bytes)}",
-            f"saved for the backward: {display_bytes(chosen.saved_bytes)} (found by {chosen.found_by}); recomputing "
-            f"adds {display_ms(max(0.0, chosen.estimated_ms - self.default_ms))} of {display_ms(self.default_ms)}",
-            f"without a budget: {display_bytes(self.default_peak_bytes)} compiled, as estimated; "
+            f"saved for the backward: {display_bytes(chosen.saved_bytes)} (found by {chosen.found_by}); recomputing is "
+            f"estimated to add {max(0.0, chosen.estimated_ms / self.default_ms - 1.0):.1%} to a step",
+            f"without a budget the peak is estimated at {display_bytes(self.default_peak_bytes)} compiled and "
             f"{display_bytes(self.eager_peak_bytes)} eager",
         ]
         timed = [each.measured_ms for each in self.rounds if each.measured_ms is not None]
         if chosen.measured_ms is not None:
             slowest = display_ms(max(timed))
             lines.append(
-                f"a step takes {display_ms(chosen.measured_ms)}, the fastest of {len(timed)} that fit; the slowest "
-                f"of them {slowest}"
+                f"measured step {display_ms(chosen.measured_ms)}, the fastest of {len(timed)} that fit; the slowest of "
+                f"them {slowest}"
             )
         if len(self.rounds) > 1:
-            errors = ", ".join(f"{each.error_bytes / 2**20:+.2f} MiB" for each in self.rounds)
-            lines.append(f"compiled {len(self.rounds)} times; the estimate was off by {errors}")
+            errors = ", ".join(f"{each.error_bytes / 2**20:+.2f}" for each in self.rounds)
+            lines.append(f"compiled {len(self.rounds)} times; MiB measured above the estimate: {errors}")
         return "\n".join(lines)
 
 
@@ -129,6 +131,7 @@ def compile(
     autocast: torch.dtype | None = None,
     rounds: int = _ROUNDS,
     options: dict[str, Any] | None = None,
+    progress: bool = True,
 ) -> Compiled:
     """Compile a model so that the real peak of its training step is within the budget, as fast as that allows.
 
@@ -145,7 +148,7 @@ def compile(
         raise InputError(f"rounds is {rounds}; give 1 or more")
     device = _check(step)
     with neutral_modes():
-        return _Compiler(step, device, budget_bytes, dict(options or {})).compiled(rounds)
+        return _Compiler(step, device, budget_bytes, dict(options or {}), progress=progress).compiled(rounds)
 
 
 def _check(step: Step) -> torch.device:
@@ -175,11 +178,13 @@ def _check(step: Step) -> torch.device:
 class _Compiler:
     """One call of `compile`."""
 
-    def __init__(self, step: Step, device: torch.device, budget_bytes: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, step: Step, device: torch.device, budget_bytes: int, options: dict[str, Any], *, progress: bool
+    ) -> None:
         assert isinstance(step.model, nn.Module)
         self.module = step.model
         self.step = replace(step, optimizer=step.build_optimizer(step.model))
-        self.device, self.budget_bytes, self.options = device, budget_bytes, options
+        self.device, self.budget_bytes, self.options, self.progress = device, budget_bytes, options, progress
         self.found = Found(self.step, self.module)
         with self.found.kept():
             captured = trace(self.step, target="cpu" if device.type == "cpu" else None)
@@ -208,6 +213,8 @@ class _Compiler:
         by_torch = {each.saved: each for each in splitter.others}
         for other in sorted(by_torch.values(), key=lambda each: each.peak_bytes):
             if any(each.measured_peak_bytes <= self.budget_bytes for each, _, _ in made):
+                break
+            if other.peak_bytes - max(abs(each.error_bytes) for each, _, _ in made) > self.budget_bytes:
                 break
             if all(each.choice is None or each.choice.saved != other.saved for _, _, each in made):
                 last = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
@@ -267,8 +274,9 @@ class _Compiler:
 
     def _try(self, splitter: Splitter) -> tuple[Round, Any, Splitter]:
         """Compile the model with a splitter, and measure its step."""
-        model = self._torch_compile(splitter, fullgraph=True)
-        return _round(splitter, self._measure(model)), model, splitter
+        with Progress("compiling and measuring a step", show=self.progress):
+            model = self._torch_compile(splitter, fullgraph=True)
+            return _round(splitter, self._measure(model)), model, splitter
 
     def _next_choice(self, made: list[Round], splitter: Splitter) -> Choice | None:
         """Return what to compile in another round, None where that was compiled already or would be no faster."""
@@ -296,7 +304,9 @@ class _Compiler:
         raise InputError(
             "found no saved set that keeps the compiled step within {budget}: the smallest peak measured is {measured} "
             "(estimated {estimated}), {resident} of it before the step begins; the optimizer reaches {stepping}; give "
-            "a larger budget or a smaller batch".format(**{name: display_bytes(n) for name, n in shown.items()})
+            "a larger budget or a smaller batch, or plan the eager model (memfit.plan), which may go lower".format(
+                **{name: display_bytes(n) for name, n in shown.items()}
+            )
         )
 
     def _as_torch_does(self, why: str) -> Compiled:
