@@ -137,7 +137,7 @@ def compile(
 
     The budget is bytes of everything that the step allocates: parameters, gradients, optimizer state, batch,
     activations and temporaries. The step is run on the model's device with the batch given, compiled at most `rounds`
-    times, and where nothing fits then, once for each of the up to seven sets that torch's own solver finds, and
+    times, and where nothing fits then, once for each of the up to eleven sets that torch's own solvers find, and
     measured; values of the model, the optimizer and the batch are as before afterwards. `options` are those of
     torch.compile. Where none of the saved sets that were measured is within the budget, that is an `InputError` that
     names the smallest peak measured.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from torch import fx
@@ -19,9 +20,12 @@ from memfit.torch_private.partitioner import (
 )
 from memfit.torch_private.pytree import tree_leaves
 
-_FRACTIONS = (1.0, 0.999, 0.75, 0.5, 0.25, 0.1, 0.0)
-"""Fractions of saved activations whose sets, found by torch's own solver, are looked at beside the program's; 1.0 is
-what torch does without a budget."""
+_SETTINGS = (
+    *((fraction, "dp") for fraction in (1.0, 0.999, 0.75, 0.5, 0.25, 0.1, 0.0)),
+    *((fraction, "ilp") for fraction in (0.75, 0.5, 0.3, 0.1) if importlib.util.find_spec("scipy")),
+)
+"""Fractions of saved activations, and torch's own solvers, whose sets are looked at beside the program's; 1.0 is what
+torch does without a budget. `dp` rounds sizes, `ilp` does not and needs scipy."""
 
 
 class Splitter:
@@ -64,7 +68,7 @@ class Splitter:
         if earlier is not None and wanted is not None and earlier.has_split(graph):
             self.others = earlier.others
         else:
-            self.others = tuple(self._by_torch(problem, joint, inputs, fraction, kwargs) for fraction in _FRACTIONS)
+            self.others = tuple(self._by_torch(problem, joint, inputs, *setting, kwargs) for setting in _SETTINGS)
             wanted = problem.choose(self.budget_bytes, self.others)
         self.problem = problem
         if wanted.saved == self.own_choice.saved:
@@ -80,11 +84,18 @@ class Splitter:
         return self.problem is not None and self.problem.graph.value_of == graph.value_of
 
     def _by_torch(
-        self, problem: SavedSetProblem, joint: fx.GraphModule, inputs: Any, fraction: float, kwargs: dict[str, Any]
+        self,
+        problem: SavedSetProblem,
+        joint: fx.GraphModule,
+        inputs: Any,
+        fraction: float,
+        solver: str,
+        kwargs: dict[str, Any],
     ) -> Choice:
-        """Judge what torch's own solver saves with this fraction."""
-        forward, _ = partition_with_budget(joint, inputs, fraction, "dp", **kwargs)
-        return problem.judge(saved_by(problem.graph, forward, kwargs["num_fwd_outputs"]), f"torch at {fraction}")
+        """Judge what one of torch's own solvers saves with this fraction."""
+        forward, _ = partition_with_budget(joint, inputs, fraction, solver, **kwargs)
+        found_by = f"torch at {fraction}" + (f" by {solver}" if solver != "dp" else "")
+        return problem.judge(saved_by(problem.graph, forward, kwargs["num_fwd_outputs"]), found_by)
 
 
 def tag(graph: JointGraph, values: tuple[int, ...], saved: frozenset[int]) -> None:
