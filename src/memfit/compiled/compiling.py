@@ -175,6 +175,10 @@ def _check(step: Step) -> torch.device:
     return device
 
 
+_Attempt = tuple[Round, Any, Splitter]
+"""A compilation, the compiled model, and what split its graph."""
+
+
 class _Compiler:
     """One call of `compile`."""
 
@@ -201,28 +205,18 @@ class _Compiler:
             return self._as_torch_does(str(error).strip().splitlines()[0])
 
     def _in_rounds(self, most_rounds: int) -> Compiled:
-        made: list[tuple[Round, Any, Splitter]] = []
-        splitter = Splitter(self.outside, self.budget_bytes, self.times)
+        made: list[_Attempt] = []
+        splitter = self._splitter()
         for _ in range(most_rounds):
             made.append(self._try(splitter))
             following = self._next_choice([each for each, _, _ in made], splitter)
             if following is None:
                 break
-            splitter = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=following)
-        splitter = made[-1][2]
-        by_torch = {each.saved: each for each in splitter.others}
-        for other in sorted(by_torch.values(), key=lambda each: each.peak_bytes):
-            if any(each.measured_peak_bytes <= self.budget_bytes for each, _, _ in made):
-                break
-            if other.peak_bytes - max(abs(each.error_bytes) for each, _, _ in made) > self.budget_bytes:
-                break
-            if all(each.choice is None or each.choice.saved != other.saved for _, _, each in made):
-                last = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
-                made.append(self._try(last))
+            splitter = self._splitter(earlier=splitter, wanted=following)
+        self._try_sets_of_torch(made)
         for other in self._contenders(made, most_rounds):
-            contender = Splitter(self.outside, self.budget_bytes, self.times, earlier=splitter, wanted=other)
             with contextlib.suppress(torch.OutOfMemoryError):  # what fits is there already
-                made.append(self._try(contender))
+                made.append(self._try(self._splitter(earlier=made[-1][2], wanted=other)))
         made = self._timed(made)
         fitting = [each for each in made if each[0].measured_peak_bytes <= self.budget_bytes]
         if not fitting:
@@ -242,7 +236,22 @@ class _Compiler:
             notes=(),
         )
 
-    def _contenders(self, made: list[tuple[Round, Any, Splitter]], most_rounds: int) -> list[Choice]:
+    def _splitter(self, *, earlier: Splitter | None = None, wanted: Choice | None = None) -> Splitter:
+        return Splitter(self.outside, self.budget_bytes, self.times, earlier=earlier, wanted=wanted)
+
+    def _try_sets_of_torch(self, made: list[_Attempt]) -> None:
+        """Where nothing fits, compile what torch's own solvers save until something does (Note [Rounds])."""
+        splitter = made[-1][2]
+        by_torch = {each.saved: each for each in splitter.others}
+        for other in sorted(by_torch.values(), key=lambda each: each.peak_bytes):
+            if any(each.measured_peak_bytes <= self.budget_bytes for each, _, _ in made):
+                return
+            if other.peak_bytes - max(abs(each.error_bytes) for each, _, _ in made) > self.budget_bytes:
+                return
+            if all(each.choice is None or each.choice.saved != other.saved for _, _, each in made):
+                made.append(self._try(self._splitter(earlier=splitter, wanted=other)))
+
+    def _contenders(self, made: list[_Attempt], most_rounds: int) -> list[Choice]:
         """Return torch's own sets that are worth a compilation beside what fits already (Note [Rounds])."""
         splitter = made[-1][2]
         compiled = {each.choice.saved: found for found, _, each in made if each.choice is not None}
@@ -257,7 +266,7 @@ class _Compiler:
         ]
         return sorted(worth, key=lambda each: each.ms)[: max(0, min(_CONTENDERS, most_rounds - len(made)))]
 
-    def _timed(self, made: list[tuple[Round, Any, Splitter]]) -> list[tuple[Round, Any, Splitter]]:
+    def _timed(self, made: list[_Attempt]) -> list[_Attempt]:
         """Time steps of all that fit, by turns; nothing where that is one alone."""
         fitting = [place for place, each in enumerate(made) if each[0].measured_peak_bytes <= self.budget_bytes]
         if len(fitting) < 2:
@@ -272,7 +281,7 @@ class _Compiler:
             for place, (each, model, splitter) in enumerate(made)
         ]
 
-    def _try(self, splitter: Splitter) -> tuple[Round, Any, Splitter]:
+    def _try(self, splitter: Splitter) -> _Attempt:
         """Compile the model with a splitter, and measure its step."""
         with Progress("compiling and measuring a step", show=self.progress):
             model = self._torch_compile(splitter, fullgraph=True)
