@@ -4,18 +4,20 @@ Real training steps on the CPU, one thread, of a Llama and a GPT-2 shape with 8,
 budgets between the smallest that checkpointing alone can meet and what the plain step needs. The disk is measured first
 (`memfit calibrate`), ops are timed on this machine. In one run, interleaved, medians over three models of each method:
 
-- joint: `decide=("loss", "offload")`, one program over checkpointing, offload to the disk and the chunks of the loss
+- joint: `decide=("loss", "offload")`, one program over checkpointing, offload to the disk and the chunks of the loss.
+  It is the plan that `memfit.verify.tune` keeps: plans that come near the predicted fastest run some steps by turns,
+  before and apart from what is measured here
 - checkpointing: the plan that recomputes and nothing else
 - loss first: the loss in as many chunks as there are, then checkpointing for the budget
 - offload first: every unit offloads all that is copied beside the next one, then checkpointing for the budget
 - every block, second block: `torch.utils.checkpoint`; all offloaded: every unit offloads as much as it may. These take
   no budget, and count where their measured peak is within it
 
-The allocator keeps its memory (`quality.runs.KEEPS_MEMORY`). A peak is what is resident when a step begins and the rise
-above it by the allocator's events. Gradients under the joint plan are those of the plain step, bit for bit, or close
-where the plan says that sums are in another order. Two plans that do the same are one run. With `--folder`, times of
-ops and plans stay there, and `--stages` does the work in parts: `times` and `measure` want a quiet machine, `plans`
-does not. `--quick` is a smoke test: tiny models, times by the roofline, and figures that mean nothing.
+The allocator keeps its memory (`quality.runs.KEEPS_MEMORY`). A peak is what is resident when a step begins and the
+rise above it by the allocator's events. Gradients under the joint plan are those of the plain step, bit for bit, or
+close where the plan says that sums are in another order. Two plans that do the same are one run. With `--folder`,
+times of ops and plans stay there, and `--stages` does the work in parts, which all want a quiet machine. `--quick` is
+a smoke test: tiny models, times by the roofline, and figures that mean nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from memfit.plans.record import OffloadLinkRecord
 from memfit.solve import Candidate, Problem, SolveOptions, minimum_budget_bytes, solve
 from memfit.tradeoff import Policy
 from memfit.units import MiB
+from memfit.verify import tune
 
 PARTS = (0.0, 0.25, 0.5, 0.75)
 QUICK_PARTS = (0.5,)
@@ -83,7 +86,7 @@ class Comparison:
         """Plan for every budget in every way, None where there is no plan."""
         found: Plans = [(OFFLOADED, None, self._all_offloaded())]
         for budget in self.budgets:
-            found.append((JOINT, budget, self._plan(budget, SolveOptions(decide=("loss", "offload")))))
+            found.append((JOINT, budget, self._tuned(budget)))
             found.append((ALONE, budget, self._plan(budget, SolveOptions(decide=()))))
             found.append((OFFLOAD_FIRST, budget, self._offload_first(budget)))
             if find_chunkable(self.runtime.trace) is not None:
@@ -120,6 +123,15 @@ class Comparison:
         step = self.case.step()
         plan = memfit.plan(step, target=self.target, budget=budget, cost=self.cost, options=options, progress=False)
         return None if plan.predicted is None else plan
+
+    def _tuned(self, budget: int) -> Plan | None:
+        """The joint plan that is the fastest here."""
+        options = SolveOptions(decide=("loss", "offload"))
+        found = tune(
+            self.case.step(), target=self.target, budget=budget, cost=self.cost, options=options, progress=False
+        )
+        print(f"  {budget / MiB:.1f} MiB: {', '.join(f'{each.label} {each.measured_ms:.0f}' for each in found.tried)}")
+        return None if found.plan.predicted is None else found.plan
 
     def _all_offloaded(self) -> Plan:
         """A plan under which every unit that may offload does, as much as any of its policies."""

@@ -2,12 +2,13 @@
 
 What `joint.py` does in one process, for sharded steps: one thread a rank, ops, links, engines and disk calibrated by
 all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, two models of each plan, steps of all by turns
-behind a barrier, the slowest rank counts, medians. How far two models of one plan are apart is up to the machine and to
-no plan; the median of that is printed beside the ratios. Budgets lie between the smallest that checkpointing alone can
-meet and what the sharded step needs. `--folder` keeps the calibration and what was found; what is there is not done
-again.
+behind a barrier, the slowest rank counts, medians. The joint plan is the one that `memfit.verify.tune` keeps: plans
+that come near the predicted fastest run a few steps by turns, before and apart from what is measured here. How far
+two models of one plan are apart is up to the machine and to no plan; the median of that is printed beside the ratios.
+Budgets lie between the smallest that checkpointing alone can meet and what the sharded step needs. `--folder` keeps
+the calibration and what was found; what is there is not done again.
 
-- joint: `decide=("loss", "offload", "reshard", "prefetch")`
+- joint: `decide=("loss", "offload", "reshard", "prefetch")`, tuned
 - checkpointing: the plan that recomputes and nothing else, resharding always
 - kept first: no unit is resharded after its forward, then checkpointing; loss first: 16 chunks, then checkpointing
 - every block: all blocks checkpointed, resharding always; it takes no budget and counts where it fits. A UNet's blocks
@@ -49,7 +50,7 @@ from memfit.plans import Plan
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import MiB
-from memfit.verify import calibrate_engines
+from memfit.verify import calibrate_engines, tune
 
 RANKS = 2
 PARTS = (0.0, 0.25, 0.5, 0.75)
@@ -78,8 +79,8 @@ def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
     }
 
 
-def make_plans(case: Case, engine: str, target: str) -> list[tuple[str, int | None, str]]:
-    """Plan every method for every budget; methods that find nothing are left out."""
+def make_plans(case: Case, engine: str, target: str) -> tuple[list[int], list[tuple[str, int | None, str]]]:
+    """Return the budgets, and for each the plans of all methods but the joint one, where they find any."""
     asked: dict[str, Any] = {"target": target, "ranks": RANKS, "progress": False}
     ways = options_of(engine, case.blocks)
     tight = memfit.plan(case.step(), budget="1KiB", options=ways["checkpointing"], **asked)
@@ -90,13 +91,25 @@ def make_plans(case: Case, engine: str, target: str) -> list[tuple[str, int | No
     found: list[tuple[str, int | None, str]] = []
     with contextlib.suppress(memfit.InputError):  # where a block contains a sharding unit, as a UNet's do
         found.append((EVERY, None, memfit.plan(case.step(), options=ways[EVERY], **asked).to_json()))
-    for part in PARTS:
-        budget = int(least + part * (most - least))
+    budgets = [int(least + part * (most - least)) for part in PARTS]
+    for budget in budgets:
         for method, options in ways.items():
-            if method != EVERY:
+            if method not in (EVERY, JOINT):
                 plan = memfit.plan(case.step(), budget=budget, options=options, **asked)
                 found += [] if plan.predicted is None else [(method, budget, plan.to_json())]
-    return found
+    return budgets, found
+
+
+def tuned(case: Case, engine: str, target: str, budget: int) -> Plan:
+    """Return the joint plan that is the fastest on these ranks."""
+    options = options_of(engine, case.blocks)[JOINT]
+    found = tune(
+        case.step(), budget=budget, target=target, ranks=RANKS, options=options, rounds=4, steps=2, progress=False
+    )
+    if dist.get_rank() == 0:
+        tried = (f"{each.label} {each.measured_ms:.0f}" for each in found.tried)
+        print(f"  {case.name}, {engine}, {budget / MiB:.1f} MiB: {', '.join(tried)}", flush=True)
+    return found.plan
 
 
 def trained(case: Case, plan: Plan) -> Callable[[], None]:
@@ -157,7 +170,10 @@ def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]
     """Plan one model on one engine in every way, verify the joint plans and measure all."""
     told = [make_plans(case, engine, target) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
-    made = [(method, budget, Plan.from_json(text)) for method, budget, text in told[0] or ()]
+    assert told[0] is not None
+    budgets, texts = told[0]
+    made = [(JOINT, budget, tuned(case, engine, target, budget)) for budget in budgets]
+    made += [(method, budget, Plan.from_json(text)) for method, budget, text in texts]
     checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
     keys = [_key(plan) for _, _, plan in made]
     different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}

@@ -25,6 +25,7 @@ COMMANDS = {
     "search": "the largest batch or longest sequence that fits",
     "compare": "two plans or two traces side by side",
     "verify": "run a plan, and see what was predicted beside what was measured",
+    "tune": "the plan that is the fastest on this machine, by running those that may be",
     "report": "a plan as a page, a Perfetto trace, a snapshot, Markdown or JSON",
     "shapes": "the built-in models that can stand for a step",
     "devices": "the hardware that memfit knows, with sources",

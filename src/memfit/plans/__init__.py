@@ -55,6 +55,7 @@ from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 
 if TYPE_CHECKING:
+    from memfit.plans.alternatives import Alternative, find_alternatives
     from memfit.plans.device_result import DevicePoint, DeviceSearch
     from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
     from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXPANDABLE",
     "MOST_CHUNKS",
+    "Alternative",
     "Blocker",
     "Checkpoint",
     "ChunkedLossRecord",
@@ -109,6 +111,7 @@ __all__ = [
     "describe_parameter",
     "describe_peak",
     "display_mesh",
+    "find_alternatives",
     "find_cast",
     "find_model_differences",
     "find_optimizer_differences",
@@ -132,6 +135,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "memfit.plans.alternatives": ("Alternative", "find_alternatives"),
         "memfit.plans.device_result": ("DevicePoint", "DeviceSearch"),
         "memfit.plans.mesh_result": ("MeshPoint", "MeshSearch", "display_mesh"),
         "memfit.plans.search_result": ("Over", "Search", "SearchInterrupted", "SearchPoint"),

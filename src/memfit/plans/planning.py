@@ -79,14 +79,17 @@ def plan_problem(
     budget: str | int | float | None = None,
     start: Plan | None = None,
     early: EarlyChunks | None = None,
+    worth: float | None = None,
 ) -> tuple[Plan, Problem]:
     """Return the plan of `plan`, and the problem that it solves: of the step as the plan runs it, for reports.
 
-    `early` has traces with a chunked loss that were captured before.
+    `early` has traces with a chunked loss that were captured before. `worth` is the part of a step that a decision must
+    gain to be taken, the device's unless given.
     """
     asked = inputs.target.budget_bytes(budget)
     check_start(start)
     problem = inputs.problem()
+    worth = worth_on(problem.target.device) if worth is None else worth
     allowed = problem.target.allowed_bytes(budget)
     notes = list(problem.trace.notes)
     if allowed < asked:
@@ -112,7 +115,7 @@ def plan_problem(
     if problem.options.loss_chunks is not None:
         kinds.discard("loss")
     if kinds or problem.options.loss_chunks not in (None, 1):
-        joint = _decide(best, inputs, kinds, early)
+        joint = _decide(best, inputs, kinds, early, worth)
         if joint.best is not best and budget is None:
             # What the allocator loses in pieces is another amount: from the whole budget again.
             found, roomy = _with_room(joint.best, allowed)
@@ -125,7 +128,6 @@ def plan_problem(
         notes += joint.left_out
     if joint is None and problem.options.decide:
         joint = JointSearch(best, inputs.step, inputs.cost, ())
-    worth = worth_on(problem.target.device)
     faster_ms = math.inf
     if joint is not None and worth > WORTH:
         before = joint.best
@@ -175,7 +177,9 @@ def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None
     return replace(answer, solved=solved), reservation
 
 
-def _decide(first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChunks | None) -> JointSearch:
+def _decide(
+    first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChunks | None, worth: float
+) -> JointSearch:
     """Look for a better setting of the step than the given one."""
     options = first.problem.options
     named = options.optimizer or {"loss", "optimizer", "micro_batch"} & {*(options.decide or ())}
@@ -189,7 +193,7 @@ def _decide(first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChu
         kinds,
         loss_chunks=options.loss_chunks,
         early=early,
-        worth=worth_on(first.problem.target.device),
+        worth=worth,
     )
     with Progress("trying other settings of the step", show=inputs.progress):
         joint.run()

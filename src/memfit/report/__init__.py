@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memfit.report.snapshot import write_snapshot
     from memfit.report.time_display import print_time, time_report
     from memfit.report.torch_policy import to_torch_policy, write_torch_policy
+    from memfit.report.tuning_display import tuning_report
     from memfit.report.verify_display import verification_report
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "to_json",
     "to_markdown",
     "to_torch_policy",
+    "tuning_report",
     "verification_report",
     "write_page",
     "write_perfetto",
@@ -71,6 +73,7 @@ __getattr__ = lazy_names(
         "memfit.report.snapshot": ("write_snapshot",),
         "memfit.report.time_display": ("print_time", "time_report"),
         "memfit.report.torch_policy": ("to_torch_policy", "write_torch_policy"),
+        "memfit.report.tuning_display": ("tuning_report",),
         "memfit.report.verify_display": ("verification_report",),
     },
 )

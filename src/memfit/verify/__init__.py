@@ -14,6 +14,7 @@ from memfit.verify.rank_messages import (
 )
 from memfit.verify.resolve import resolve_step, step_at
 from memfit.verify.state import Found, generators, set_generators, tensors_in
+from memfit.verify.tuning import TimedPlan, Tuning, tune
 from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, RankCheck, Verification
 from memfit.verify.verifying import verify
 
@@ -26,6 +27,8 @@ __all__ = [
     "Found",
     "MsCheck",
     "RankCheck",
+    "TimedPlan",
+    "Tuning",
     "Verification",
     "calibrate_engines",
     "capture_for_plan",
@@ -48,6 +51,7 @@ __all__ = [
     "step_at",
     "step_ms",
     "tensors_in",
+    "tune",
     "verify",
     "without_state",
 ]

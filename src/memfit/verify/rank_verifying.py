@@ -83,7 +83,7 @@ class _RankVerifier:
         self.plan, self.group = plan, group
         self.device_type = plan.trace.device_type
         self.step, self.model = real_step(plan, resolve_step(step))
-        _check_whole(self.step, self.model)
+        check_whole(self.step, self.model)
         self.engine = resolve_engine(plan, engine, ())
         self.device = next(self.model.parameters()).device
         with Found(self.step, self.model).kept():
@@ -153,7 +153,7 @@ class _RankVerifier:
         """Run the steps of one kind on a copy of the model from the state that was found; no time without steps."""
         gc.collect()  # the copies of the steps before
         with same_generators():
-            model, optimizer = _copied(self.model, self.step.optimizer)
+            model, optimizer = copy_trained(self.model, self.step.optimizer)
             flags = _flags(optimizer)
             plan.apply(model, optimizer, mesh=self.group.mesh, engine=self.engine)
             step = self.step if self.step.loss is None else replace(self.step, loss=plan.loss(self.step.loss))
@@ -242,13 +242,13 @@ class _RankVerifier:
         return MsCheck(name="step", predicted_ms=predicted_ms, measured_ms=found.step_ms)
 
 
-def _copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+def copy_trained(model: nn.Module, optimizer: Any) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Return copies of a model and of its optimizer, which steps the copy."""
     memo: dict[int, Any] = {}
     return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
 
 
-def _check_whole(step: Step, model: nn.Module) -> None:
+def check_whole(step: Step, model: nn.Module) -> None:
     """Refuse models that are sharded or planned already, and steps that reach them other than as arguments."""
     wrappers = wrappers_of(model)
     if wrappers:

@@ -45,11 +45,15 @@ def check_plan(plan: Plan) -> None:
             f"this plan is for a model that is replicated on {plan.ddp.ranks} ranks, and a step on one device has none "
             "of its buckets; plan with ranks=1 to verify it here"
         )
-    kind = plan.trace.device_type
+    check_device(plan.trace.device_type, plan.target.title)
+
+
+def check_device(kind: str, title: str) -> None:
+    """Refuse a device that is not here."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError(
-            f"the plan is for {plan.target.title}, and this machine has no GPU that torch can use; verify it there, "
-            "or plan for target='cpu' to verify it here"
+            f"the plan is for {title}, and this machine has no GPU that torch can use; run it there, or plan for "
+            "target='cpu' to run it here"
         )
     if kind not in ("cpu", "cuda"):
         raise MissingFeatureError(f"the plan is for a device of type {kind!r}; only cpu and cuda can be measured")

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from memfit.cli.options import Engines, Json, StepOptions, arg, number
 from memfit.cli.output import show, show_json, to_json, write_text
 from memfit.cli.problems import DONE, FAILED, UsageError, check_files
+from memfit.cli.ranks import joined_ranks, wait_for_ranks
 from memfit.cli.resolve import read_plan, resolve_step
 from memfit.errors import MemfitError
 from memfit.progress import Progress
-
-if TYPE_CHECKING:
-    from memfit.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +55,10 @@ class Verify:
         check_files({"--output": self.output})
         self._check()
         plan = read_plan(self.plan)
-        with _ranks(plan) as rank:  # before the step is made, which may ask for its rank
+        ranks = 1 if plan.shard is None else plan.ranks
+        with joined_ranks(
+            ranks, plan.trace.device_type, "verify"
+        ) as rank:  # before the step is made, which may ask for its rank
             step = resolve_step(self.step).step
             if isinstance(step, Trace):
                 raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
@@ -79,7 +77,7 @@ class Verify:
                     raise
                 return FAILED  # rank 0 was told, and says it
             finally:
-                _wait_for_ranks(plan)
+                wait_for_ranks(ranks)
         if rank:
             return DONE if found.ok else FAILED
         if self.output is not None:
@@ -98,40 +96,3 @@ class Verify:
             part = getattr(self, name)
             if part is not None and not part >= 0:
                 raise UsageError(f"--{name.replace('_', '-')} is {part:g}; write a part such as 0.1, at least 0")
-
-
-@contextlib.contextmanager
-def _ranks(plan: Plan) -> Iterator[int]:
-    """Join the ranks that torchrun started for a plan of several, inside the block; return this process's rank."""
-    import torch
-    import torch.distributed as dist
-
-    started = "TORCHELASTIC_RUN_ID" in os.environ
-    if plan.shard is not None and not started and not dist.is_initialized():
-        raise UsageError(
-            f"this plan is for {plan.ranks} ranks, which verify it together: write torchrun --nproc-per-node "
-            f"{plan.ranks} -m memfit verify ... in place of memfit verify ..."
-        )
-    if plan.shard is None or not started or dist.is_initialized():
-        yield dist.get_rank() if plan.shard is not None and dist.is_initialized() else 0
-        return
-    cuda = plan.trace.device_type == "cuda"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    try:
-        yield dist.get_rank()
-    finally:
-        dist.destroy_process_group()
-
-
-def _wait_for_ranks(plan: Plan) -> None:
-    """Leave together: Gloo's threads end badly where one rank leaves while another still reads.
-
-    Every rank comes here, because an error on one is told to all; one that has died has closed its connections.
-    """
-    import torch.distributed as dist
-
-    if plan.shard is not None and dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
