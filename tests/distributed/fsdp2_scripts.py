@@ -296,9 +296,9 @@ def lora(fully_shard: FullyShard) -> Reported:
         losses = []
         for step in steps:
             loss = loss_of(model, tokens(step, dist.get_rank()))
-            losses.append(loss.item())
             loss.backward()
-            nn.utils.clip_grad_norm_([each for each in model.parameters() if each.requires_grad], 1.0)
+            norm: Any = nn.utils.clip_grad_norm_([each for each in model.parameters() if each.requires_grad], 1.0)
+            losses += [loss.item(), norm.full_tensor().item()]
             optimizer.step()
             optimizer.zero_grad()
         return losses

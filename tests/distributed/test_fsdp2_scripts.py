@@ -43,14 +43,18 @@ def test_adapters_beside_frozen_integers(two_ranks: Ranks) -> None:
 
 
 def _assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Every rank reports the same, parameters to the last bit; norms are summed in another order."""
+    """Every rank reports the same, parameters to the last bit.
+
+    Norms are summed in another order. Where that shows in the last bit of one, as it does under some instruction sets,
+    gradients were clipped by another factor, and parameters are close.
+    """
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
-        for name in one.keys() - {"parameters"}:
+        reported = one.keys() - {"parameters"}
+        for name in reported:
             same = one[name] == other[name]
             assert same or one[name] == pytest.approx(other[name], rel=1e-5, nan_ok=True), name
         assert one["parameters"].keys() == other["parameters"].keys()
-        different = [
-            name for name, value in one["parameters"].items() if not torch.equal(value, other["parameters"][name])
-        ]
-        assert not different, different
+        to_the_bit = all(repr(one[name]) == repr(other[name]) for name in reported)
+        tolerance = {"rtol": 0.0, "atol": 0.0} if to_the_bit else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(one["parameters"], other["parameters"], **tolerance)

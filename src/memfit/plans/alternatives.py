@@ -48,7 +48,7 @@ def find_alternatives(inputs: Inputs, *, budget: str | int | float | None = None
     Where nothing fits there is one, which says so.
     """
     problem = inputs.problem()
-    options = replace(inputs.options, fixed=tuple({*inputs.options.fixed, "micro_batch"}))
+    options = replace(inputs.options, fixed=(*inputs.options.fixed, "micro_batch"))
     inputs = replace(inputs, trace=problem.trace, options=options, progress=False)
     decided = plan_problem(inputs, budget=budget)[0]
     found = [Alternative(label="as decided", plan=decided)]
