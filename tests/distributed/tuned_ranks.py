@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -37,33 +38,44 @@ def checks(document: str) -> tuple[bool, int]:
     return found.ok, found.peak.measured_bytes
 
 
-def fails_on_rank_1(budget: int) -> tuple[str, str, float]:
-    """The loss raises on rank 1 in the third turn or so: the error, its text, and how long it took."""
-    seen = 0
+def fails_on_rank_1(at: str, budget: int) -> tuple[str, str, float]:
+    """The factory or, in a turn, the loss raises on rank 1: the error, its text, and how long it took."""
+    step = ready(PLANS["checkpointed"])
+    model = step.model
+
+    def factory() -> Any:
+        if at == "building" and dist.get_rank() == 1:
+            raise ZeroDivisionError("a fault of the test")
+        return model
 
     def loss(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        nonlocal seen
-        seen += 1
-        if dist.get_rank() == 1 and seen > 4 and not output.is_meta:
+        if at == "a turn" and dist.get_rank() == 1 and not output.is_meta:
             raise ZeroDivisionError("a fault of the test")
         return loss_of(output, tokens)
 
+    step = dataclasses.replace(step, model=factory, optimizer=torch.optim.AdamW, loss=loss)
     began = time.monotonic()
     try:
-        options = SolveOptions(decide="exact")
-        tune(
-            ready(PLANS["checkpointed"], loss=loss),
-            target="cpu",
-            ranks=2,
-            budget=budget,
-            options=options,
-            rounds=3,
-            steps=3,
-            progress=False,
-        )
+        tune(step, target="cpu", ranks=2, budget=budget, options=SolveOptions(decide="exact"), progress=False)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "", "", 0.0
+
+
+def out_of_memory_on_rank_1(budget: int) -> Tuning:
+    """The loss raises on rank 1 what an allocation that fails raises, in the first turn."""
+    failed = False
+
+    def loss(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal failed
+        if dist.get_rank() == 1 and not failed and not output.is_meta:
+            failed = True
+            raise MemoryError("as of an allocation that fails")
+        return loss_of(output, tokens)
+
+    step = ready(PLANS["checkpointed"], loss=loss)
+    options = SolveOptions(decide="exact")
+    return tune(step, target="cpu", ranks=2, budget=budget, options=options, rounds=1, steps=1, progress=False)
 
 
 def in_too_little_memory(budget: int) -> str:

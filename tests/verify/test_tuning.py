@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import time
@@ -16,13 +17,14 @@ import torch
 import memfit
 from memfit.capture import Step
 from memfit.engines import offload_store, plan_of_model
-from memfit.errors import InputError, StateError
+from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.hardware import OffloadLink, Target
-from memfit.plans import Inputs, Plan, find_alternatives
+from memfit.plans import Alternative, Inputs, Plan, find_alternatives
+from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.verify import Tuning, tune
-from memfit.verify.tuning import race
-from tests.plans.test_joint import real_step
+from memfit.verify.tuning import keep_fastest, race
+from tests.plans.test_joint import out_of_reach, real_step
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -69,7 +71,7 @@ def test_a_plan_that_is_slower_than_predicted_is_not_kept(monkeypatch: pytest.Mo
     note = found.plan.notes[-1]
     assert "run here by turns with" in note and "predicted to be faster" in note
     slow = [each for each in found.tried if offloads(each.plan)]
-    assert slow and all(each.measured_ms > found.tried[0].measured_ms + 50 for each in slow)
+    assert slow and all(min(each.rounds_ms) > min(found.tried[0].rounds_ms) + 50 for each in slow)
 
 
 def test_all_is_left_as_it_was_and_the_plan_runs() -> None:
@@ -94,7 +96,8 @@ def test_all_is_left_as_it_was_and_the_plan_runs() -> None:
 
 def test_what_was_run_is_shown() -> None:
     found = tuned(real_step(inside=False), fast_disk(), rounds=1, steps=1)
-    assert [each.measured_ms for each in found.tried] == sorted(each.measured_ms for each in found.tried)
+    fastest_ms = min(each.measured_ms for each in found.tried)
+    assert fastest_ms <= found.tried[0].measured_ms <= 1.005 * fastest_ms
     text = str(found)
     assert "run here, by turns" in text and all(each.label in text for each in found.tried)
     document = json.loads(found.to_json())
@@ -151,22 +154,92 @@ def clock(times_ms: dict[str, list[float]]) -> tuple[Callable[[str], float], lis
 
 
 def test_orders_change_and_who_falls_behind_leaves() -> None:
-    times_ms = {"slow": [120.0, 130.0], "first": [101.0, 100.0, 100.0], "second": [100.0, 99.0, 98.0]}
+    times_ms = {"slow": [100.0, 112.0], "first": [101.0, 100.0, 100.0], "second": [100.0, 99.0, 98.0]}
     run, ran = clock(times_ms)
-    assert race(list(times_ms), run, 3) == list(times_ms.values())
+    assert race(list(times_ms), run, 3) == (list(times_ms.values()), [1, 2])
     assert ran == ["slow", "first", "second", "second", "first", "slow", "first", "second"]
 
 
-def test_no_plan_leaves_after_the_first_round_alone() -> None:
-    times_ms = {"cold": [500.0, 99.0, 99.0], "warm": [100.0, 100.0, 100.0]}
+def test_the_first_round_does_not_count() -> None:
+    """The plan that runs first is cold; it neither leaves for that nor is another one kept in its place."""
+    times_ms = {"cold": [500.0, 99.0], "warm": [100.0, 120.0]}
     run, _ = clock(times_ms)
-    assert race(list(times_ms), run, 3) == list(times_ms.values())
+    times, stayed = race(list(times_ms), run, 4)
+    assert (times, stayed) == (list(times_ms.values()), [0])
+    assert keep_fastest(two_plans(), times, stayed).tried[0].label == "predicted"
 
 
-def test_a_plan_without_memory_leaves_at_once() -> None:
+def test_a_plan_without_memory_leaves_at_once_and_is_not_kept() -> None:
     times_ms = {"large": [math.inf], "small": [100.0, 100.0], "tiny": [101.0, 101.0]}
     run, ran = clock(times_ms)
-    assert race(list(times_ms), run, 2) == list(times_ms.values())
+    assert race(list(times_ms), run, 2) == (list(times_ms.values()), [1, 2])
     assert ran == ["large", "small", "tiny", "tiny", "small"]
+    times_ms = {"large": [90.0, 90.0, math.inf], "small": [100.0, 98.0, 98.0]}
+    run, _ = clock(times_ms)
+    found = keep_fastest(two_plans(), *race(list(times_ms), run, 4))
+    assert found.tried[0].label == "other" and "ran out of memory" in found.plan.notes[-1]
+    assert "out of memory" in str(found)
     run, _ = clock({"large": [math.inf], "larger": [math.inf]})
-    assert race(["large", "larger"], run, 4) == [[math.inf], [math.inf]]
+    with pytest.raises(StateError, match="all ran out of memory"):
+        keep_fastest(two_plans(), *race(["large", "larger"], run, 4))
+
+
+def test_a_plan_that_is_kept_for_its_time_is_not_called_proven() -> None:
+    first, second = (each.plan for each in two_plans())
+    assert first.status == second.status == "optimal" and first.predicted is not None and second.predicted is not None
+    assert first.predicted.step_ms < second.predicted.step_ms
+    kept = keep_fastest(two_plans(), [[100.0], [99.0]], [0, 1]).plan
+    assert kept.status == "feasible" and kept.bound_ms == first.bound_ms and kept.gap is not None and kept.gap > 0
+    assert kept.checkpoint == second.checkpoint and Plan.from_json(kept.to_json()) == kept
+    within_noise = keep_fastest(two_plans(), [[100.0], [99.6]], [0, 1]).plan
+    assert within_noise.checkpoint == first.checkpoint and within_noise.status == "optimal"
+
+
+@functools.cache
+def two_plans() -> list[Alternative]:
+    """A plan, and one that is predicted to be slower, under one budget."""
+    budget = tight_budget(Target.parse("cpu"))
+    plans = [
+        memfit.plan(real_step(inside=False), target=target, budget=budget, progress=False, options=options)
+        for target, options in ((fast_disk(), SolveOptions(offload=True)), (Target.parse("cpu"), SolveOptions()))
+    ]
+    return [Alternative(label=label, plan=plan) for label, plan in zip(("predicted", "other"), plans, strict=True)]
+
+
+def alternatives(options: SolveOptions, step: Step | None = None, budget: int | None = None) -> list[Alternative]:
+    target = fast_disk()
+    given = Inputs.of(real_step(inside=False) if step is None else step, target=target, options=options)
+    return find_alternatives(given, budget=tight_budget(target) if budget is None else budget)
+
+
+def test_a_loss_that_cannot_be_in_chunks_is_no_error() -> None:
+    step = replace(real_step(inside=False), loss=out_of_reach)
+    found = alternatives(SolveOptions(decide="loss"), step, 4 << 20)
+    assert found and all(not each.plan.chunked_loss for each in found)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_chunks_of_the_loss_that_were_given_stay(chunks: int) -> None:
+    found = alternatives(SolveOptions(decide=("loss", "offload"), loss_chunks=chunks))
+    assert {each.plan.chunked_loss.chunks if each.plan.chunked_loss else 1 for each in found} == {chunks}
+
+
+def test_a_decision_that_is_asked_for_by_its_own_option_is_compared_too() -> None:
+    found = alternatives(SolveOptions(offload=True))
+    assert offloads(found[0].plan) and not all(offloads(each.plan) for each in found)
+
+
+def test_a_divided_batch_that_was_not_tried_is_told() -> None:
+    with pytest.raises(MissingFeatureError, match="micro-batches is run by your own loop"):
+        tune(real_step(inside=False), target="cpu", options=SolveOptions(decide="micro_batch"), progress=False)
+    options = SolveOptions(decide="all")
+    found = tune(real_step(inside=False), target="cpu", budget="1KiB", options=options, progress=False)
+    assert found.plan.status == "infeasible" and "micro-batches" in found.plan.notes[-1]
+
+
+def test_steps_that_memfit_does_not_shard_are_refused_before_they_are_planned() -> None:
+    ddp = SolveOptions(shard=ShardOptions(parallel="ddp"))
+    with pytest.raises(MissingFeatureError, match="parallel='ddp' replicates"):
+        tune(real_step(inside=False), target="cpu", ranks=2, options=ddp, progress=False)
+    with pytest.raises(MissingFeatureError, match="wrapped by its own code"):
+        tune(real_step(inside=False), target="cpu", mesh={"dp": 2}, progress=False)

@@ -15,12 +15,14 @@ fastest is found by running them (`memfit.verify.tune`). The batch is not divide
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from memfit.capture import find_chunkable
+from memfit.errors import InputError
 from memfit.plans.document import Plan
 from memfit.plans.joint import WORTH, worth_on
 from memfit.plans.planning import plan_problem
@@ -32,6 +34,8 @@ from memfit.solve import Decided, Problem, SolveOptions
 _NEAR = 0.2
 """A plan that is predicted to take longer than the fastest by more than this part is left out: predictions of single
 steps have been up to 18 % off (docs/benchmarks.md, `ranks.py`), those of two plans of one step far less."""
+
+_DECIDED = "as decided"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,27 +51,34 @@ def find_alternatives(inputs: Inputs, *, budget: str | int | float | None = None
 
     Where nothing fits there is one, which says so.
     """
-    problem = inputs.problem()
+    problem, show = inputs.problem(), inputs.progress
+    divides = "micro_batch" in inputs.options.decided
     options = replace(inputs.options, fixed=(*inputs.options.fixed, "micro_batch"))
     inputs = replace(inputs, trace=problem.trace, options=options, progress=False)
-    decided = plan_problem(inputs, budget=budget)[0]
-    found = [Alternative(label="as decided", plan=decided)]
-    with Progress("planning what may be as fast", show=inputs.progress) as progress:
+    with Progress("planning what may be as fast", show=show) as progress:
+        decided = plan_problem(inputs, budget=budget)[0]
+        if decided.predicted is None:
+            note = "a batch in micro-batches, which your loop would run, was not tried: memfit.plan decides that"
+            noted = msgspec.structs.replace(decided, notes=(*decided.notes, note))
+            return [Alternative(label=_DECIDED, plan=noted if divides else decided)]
+        found = [Alternative(label=_DECIDED, plan=decided)]
         if worth_on(problem.target.device) > WORTH and options.decided:
             progress.add("small gains too")
             small = plan_problem(inputs, budget=budget, worth=WORTH)[0]
             found.append(Alternative(label="small gains too", plan=small))
-        taken = [each.kind for every in found for each in every.plan.decisions or () if each.kind != "checkpoint"]
-        for label, other in _other_options(problem, inputs, taken):
+        taken = dict.fromkeys(kind for each in found for kind in _kinds(each.plan))
+        for label, other in _other_options(problem, inputs, list(taken)):
             progress.add(label)
-            plan = plan_problem(replace(inputs, options=other), budget=budget)[0]
-            found.append(Alternative(label=label, plan=plan))
+            # A loss that cannot be in chunks, or a time limit that is over, is no alternative.
+            with contextlib.suppress(InputError):
+                plan = plan_problem(replace(inputs, options=other), budget=budget)[0]
+                found.append(Alternative(label=label, plan=plan))
     different: dict[bytes, tuple[float, Alternative]] = {}
     for each in found:
         if each.plan.predicted is not None:
             different.setdefault(_what_it_does(each.plan), (each.plan.predicted.step_ms, each))
     ordered = sorted(different.values(), key=lambda pair: pair[0])
-    return [each for ms, each in ordered if ms <= (1 + _NEAR) * ordered[0][0]] or found[:1]
+    return [each for ms, each in ordered if ms <= (1 + _NEAR) * ordered[0][0]]
 
 
 def _what_it_does(plan: Plan) -> bytes:
@@ -75,10 +86,22 @@ def _what_it_does(plan: Plan) -> bytes:
     return msgspec.json.encode((plan.checkpoint, plan.chunked_loss or None, plan.shard, plan.optimizer))
 
 
+def _kinds(plan: Plan) -> Iterator[Decided]:
+    """Yield the kinds of decisions beside checkpointing that a plan took; without `decide` it does not list them."""
+    yield from (each.kind for each in plan.decisions or () if each.kind != "checkpoint")
+    if any(entry.offload for entry in plan.checkpoint):
+        yield "offload"
+    if plan.optimizer is not None:
+        yield "optimizer"
+
+
 def _other_options(problem: Problem, inputs: Inputs, taken: list[Decided]) -> Iterator[tuple[str, SolveOptions]]:
     """Yield what else to ask for, and a label for it; `taken` are the kinds of decisions that plans took."""
     given = inputs.options
-    for kind in dict.fromkeys(taken):
+    own_chunks = given.loss_chunks is not None
+    for kind in taken:
+        if kind == "loss" and own_chunks:
+            continue
         # `offload` and `optimizer` are asked for by name too
         offload, optimizer = given.offload and kind != "offload", given.optimizer and kind != "optimizer"
         fixed = (*given.fixed, kind)
@@ -91,5 +114,5 @@ def _other_options(problem: Problem, inputs: Inputs, taken: list[Decided]) -> It
         yield "all units kept", replace(alone, shard=kept)
     chunkable = find_chunkable(problem.trace)
     reached = chunkable is not None and inputs.step is not None and is_reached(chunkable, inputs.step)
-    if "loss" in given.decided and reached:
+    if "loss" in given.decided and reached and not own_chunks:
         yield f"the loss in {MOST_CHUNKS} chunks", replace(alone, loss_chunks=MOST_CHUNKS)

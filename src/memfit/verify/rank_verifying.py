@@ -248,22 +248,22 @@ def copy_trained(model: nn.Module, optimizer: Any) -> tuple[nn.Module, torch.opt
     return copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
 
 
-def check_whole(step: Step, model: nn.Module) -> None:
+def check_whole(step: Step, model: nn.Module, verb: str = "verify") -> None:
     """Refuse models that are sharded or planned already, and steps that reach them other than as arguments."""
     wrappers = wrappers_of(model)
     if wrappers:
         raise InputError(
-            f"the model is in {', '.join(wrappers)} already; verify shards copies of it by itself: give the plain model"
+            f"the model is in {', '.join(wrappers)} already; {verb} shards copies of it by itself: give the plain model"
         )
     if plan_of_model(model) is not None:
-        raise StateError("the model runs this plan already, sharded; verify before apply, or give another model")
+        raise StateError(f"the model runs a plan already, sharded; {verb} before apply, or give another model")
     if next(model.parameters(), None) is None:
         raise InputError("the model has no parameters that ranks could shard")
     own = {id(each) for each in (*model.modules(), step.optimizer) if each is not None}
     for name, function in (("run", step.run), ("loss", step.loss)):
         if any(id(each) in own for each in find_variables(function)):
             raise InputError(
-                f"the step's {name} uses the model or the optimizer as a variable, and on several ranks verify runs "
+                f"the step's {name} uses the model or the optimizer as a variable, and on several ranks {verb} runs "
                 "copies of both; take them as arguments: memfit.Step(model, batch, optimizer=..., run=function) calls "
                 "function(model, optimizer, batch)"
             )

@@ -59,13 +59,12 @@ def check_device(kind: str, title: str) -> None:
         raise MissingFeatureError(f"the plan is for a device of type {kind!r}; only cpu and cuda can be measured")
 
 
-def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
+def build_real(step: Step, device_type: str) -> tuple[Step, nn.Module]:
     """Return the step with a model and an optimizer that exist; those that were given as callables are made."""
-    kind = plan.trace.device_type
     if isinstance(step.model, nn.Module):
         model = step.model
     else:
-        with torch.device(kind):
+        with torch.device(device_type):
             model = step.model()
         if not isinstance(model, nn.Module):
             raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
@@ -75,6 +74,12 @@ def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
         )
     if any(tensor.is_meta for tensor in tensors_in(step.batch)):
         raise InputError("the batch was made with memfit.spec and has no values; give real tensors to run the step on")
+    return replace(step, model=model, optimizer=step.build_optimizer(model)), model
+
+
+def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
+    """Return the step as it can be run under a plan, and its model."""
+    step, model = build_real(step, plan.trace.device_type)
     if plan.checkpoint and not model.training and not plan.trace.in_eval:
         raise InputError(
             "the model is in eval mode, and the plan was made for train mode and does nothing; call model.train() first"
@@ -84,4 +89,4 @@ def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
         applied.plan.fingerprint != plan.fingerprint or applied.plan.checkpoint != plan.checkpoint
     ):
         raise StateError("this model runs another plan; call remove on that one first, or verify it instead")
-    return replace(step, model=model, optimizer=step.build_optimizer(model)), model
+    return step, model

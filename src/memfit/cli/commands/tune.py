@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,7 @@ from memfit.errors import MemfitError
 if TYPE_CHECKING:
     from memfit.capture import Step
     from memfit.hardware import Target
-    from memfit.verify import Tuning
+    from memfit.solve import SolveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Tune:
 
     def run(self) -> int:
         from memfit.capture import Trace
+        from memfit.verify import tune
 
         check_files({"--output": self.output})
         for name in ("rounds", "steps"):
@@ -52,21 +54,34 @@ class Tune:
                 raise UsageError(f"--{name} is {getattr(self, name)}; write a whole number of at least 1")
         if self.hardware.mesh is not None:
             raise UsageError("--mesh: the step shards its model by itself, and memfit runs plans that it applies")
+        ranks = self.hardware.ranks or 1
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started > 1 and ranks == 1:
+            raise UsageError(f"torchrun started {started} processes, and the plan is for one; add --ranks {started}")
         target = resolve_target(self.hardware)
-        with joined_ranks(target.ranks, target.device.type, "tune") as rank:  # before the step, which may ask for it
+        with joined_ranks(ranks, target.device.type, "tune") as rank:  # before the step, which may ask for it
             given, target = step_and_target(self.step, self.hardware)
             if isinstance(given.step, Trace):
                 raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
             if rank == 0:
                 given.show()
+            options = self._options(given.step, target)
             try:
-                found = self._tune(given.step, target, show_progress=rank == 0)
+                found = tune(
+                    given.step,
+                    budget=self.hardware.budget,
+                    target=target,
+                    cost=self.step.cost,
+                    options=options,
+                    rounds=self.rounds,
+                    steps=self.steps,
+                )
             except MemfitError:
                 if rank == 0:
                     raise
                 return FAILED  # rank 0 was told, and says it
             finally:
-                wait_for_ranks(target.ranks)
+                wait_for_ranks(ranks)
         code = 3 if found.plan.status == "infeasible" else 0
         if rank:
             return code
@@ -78,18 +93,9 @@ class Tune:
             show(found)
         return code
 
-    def _tune(self, step: Step, target: Target, *, show_progress: bool) -> Tuning:
-        from memfit.verify import tune
-
-        trace = capture_step(step, target, self.hardware, self.solver)  # for names with a star
-        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, ranks=target.ranks)
-        return tune(
-            step,
-            budget=self.hardware.budget,
-            target=target,
-            cost=self.step.cost,
-            options=options,
-            rounds=self.rounds,
-            steps=self.steps,
-            progress=show_progress,
-        )
+    def _options(self, step: Step, target: Target) -> SolveOptions:
+        """Return the solver's options; the step is captured only to look up names."""
+        solver = self.solver
+        named = solver.force or solver.forbid or solver.units or solver.shard_units
+        trace = capture_step(step, target, self.hardware, solver) if named else None
+        return solve_options(solver, trace, several_ranks=target.ranks > 1, ranks=target.ranks)
