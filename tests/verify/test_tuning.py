@@ -25,6 +25,7 @@ from memfit.solve import SolveOptions
 from memfit.verify import Tuning, tune
 from memfit.verify.tuning import keep_fastest, race
 from tests.plans.test_joint import out_of_reach, real_step
+from tests.plans.test_offload_plans import Block, step_of
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -198,12 +199,8 @@ def test_a_plan_that_is_kept_for_its_time_is_not_called_proven() -> None:
 @functools.cache
 def two_plans() -> list[Alternative]:
     """A plan, and one that is predicted to be slower, under one budget."""
-    budget = tight_budget(Target.parse("cpu"))
-    plans = [
-        memfit.plan(real_step(inside=False), target=target, budget=budget, progress=False, options=options)
-        for target, options in ((fast_disk(), SolveOptions(offload=True)), (Target.parse("cpu"), SolveOptions()))
-    ]
-    return [Alternative(label=label, plan=plan) for label, plan in zip(("predicted", "other"), plans, strict=True)]
+    found = alternatives(OPTIONS)
+    return [replace(found[0], label="predicted"), replace(found[-1], label="other")]
 
 
 def alternatives(options: SolveOptions, step: Step | None = None, budget: int | None = None) -> list[Alternative]:
@@ -225,7 +222,10 @@ def test_chunks_of_the_loss_that_were_given_stay(chunks: int) -> None:
 
 
 def test_a_decision_that_is_asked_for_by_its_own_option_is_compared_too() -> None:
-    found = alternatives(SolveOptions(offload=True))
+    plain = memfit.plan(step_of(Block), target="cpu", budget="1KiB", progress=False)
+    assert plain.minimum_budget_bytes is not None
+    budget = (plain.minimum_budget_bytes + plain.baseline.peak_bytes) // 2
+    found = alternatives(SolveOptions(offload=True), step_of(Block), budget)
     assert offloads(found[0].plan) and not all(offloads(each.plan) for each in found)
 
 
