@@ -32,6 +32,12 @@ def test_exit_code_3_where_nothing_fits(run: Runner) -> None:
     assert ran.code == 3 and "does not fit" in ran.out
 
 
+def test_a_model_that_does_not_fit_is_not_built(run: Runner) -> None:
+    """32 GiB of parameters, which would end the process."""
+    ran = run("tune", "llama3-8b", *CPU, "--budget", "8GiB", "--batch", "1", "--seq", "16", *QUICK)
+    assert ran.code == 3 and "does not fit" in ran.out
+
+
 def test_several_ranks_ask_for_torchrun(run: Runner) -> None:
     ran = run("tune", STEP, *CPU, "--ranks", "2")
     assert ran.code == 2 and "torchrun --nproc-per-node 2 -m memfit tune" in ran.err

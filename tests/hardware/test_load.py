@@ -44,6 +44,8 @@ def test_names_and_aliases(written, name):
 def test_an_unknown_name_lists_the_nearest():
     with pytest.raises(InputError, match=r"unknown device 'h1000'.*h100-sxm"):
         load_device("h1000")
+    with pytest.raises(InputError, match="'cpu-calibrated'; `memfit calibrate` measures this machine"):
+        load_device("cpu-calibrated")
     with pytest.raises(InputError, match="known are a100"):
         load_device("zzzzzz")
     with pytest.raises(InputError, match="infiniband-ndr"):

@@ -63,7 +63,7 @@ def test_a_plan_that_is_slower_than_predicted_is_not_kept(monkeypatch: pytest.Mo
     read = offload_store.read_summed
 
     def slow_read(*arguments: Any) -> None:
-        time.sleep(0.05)
+        time.sleep(0.1)
         read(*arguments)
 
     monkeypatch.setattr(offload_store, "read_summed", slow_read)
@@ -100,7 +100,11 @@ def test_what_was_run_is_shown() -> None:
     fastest_ms = min(each.measured_ms for each in found.tried)
     assert fastest_ms <= found.tried[0].measured_ms <= 1.005 * fastest_ms
     text = str(found)
-    assert "run here, by turns" in text and all(each.label in text for each in found.tried)
+    assert (
+        "run here, by turns" in text
+        and f"kept: {found.tried[0].label}" in text
+        and all(each.label in text for each in found.tried)
+    )
     document = json.loads(found.to_json())
     assert [each["label"] for each in document["tried"]] == [each.label for each in found.tried]
     assert document["plan"] == json.loads(found.plan.to_json())

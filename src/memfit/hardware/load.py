@@ -122,6 +122,8 @@ def _unknown(name: str, users: list[RawFile]) -> str:
         return f"{name!r} is not one device; {_NAME_IT}"
     nearest = list(dict.fromkeys(names[key] for key in _near(wanted, names)))[:3]
     hint = did_you_mean(nearest, f"known are {', '.join(sorted(set(names.values())))}.")
+    if name.endswith("-calibrated"):
+        hint = "`memfit calibrate` measures this machine and writes it, in some minutes."
     return f"unknown device {name!r}; {hint} Or give the path of a device file (.toml)"
 
 

@@ -12,6 +12,7 @@ import math
 import statistics
 
 import torch.distributed as dist
+from torch import nn
 
 from memfit.capture import Step
 from memfit.errors import InputError
@@ -36,17 +37,19 @@ class RankTurns:
                 f"plans for {ranks} ranks are run by all of them, and {here}: start the script with torchrun "
                 f"--nproc-per-node {ranks}, and call torch.distributed.init_process_group() first"
             )
-        self.device_type = target.device.type
+        self.step, self.device_type = step, target.device.type
         self.group = RankGroup(self.device_type)
         self.shows = self.group.rank == 0
 
-        def built() -> Step:
-            real, model = build_real(step, self.device_type)
-            check_whole(real, model, "tune")
-            return real
+    def prepare(self) -> None:
+        """Build the model where it was given as a callable, and refuse one that is sharded or runs a plan."""
 
-        self.step = self.group.run("tune", built, sends=False)
-        self.model = self.step.build_model()
+        def built() -> tuple[Step, nn.Module]:
+            real, model = build_real(self.step, self.device_type)
+            check_whole(real, model, "tune")
+            return real, model
+
+        self.step, self.model = self.group.run("building the model", built, sends=False)
         self.device = device_of(self.model, self.device_type)
 
     def find(self, given: Inputs, budget: str | int | float | None) -> list[Alternative]:

@@ -15,6 +15,7 @@ from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
 from memfit.presets import step_at as step_at
 from memfit.units import display_budget
+from memfit.verify.faults import is_out_of_memory
 from memfit.verify.state import tensors_in
 
 
@@ -64,8 +65,13 @@ def build_real(step: Step, device_type: str) -> tuple[Step, nn.Module]:
     if isinstance(step.model, nn.Module):
         model = step.model
     else:
-        with torch.device(device_type):
-            model = step.model()
+        try:
+            with torch.device(device_type):
+                model = step.model()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise StateError(f"there is not enough memory here to build the model: {error}") from error
+            raise
         if not isinstance(model, nn.Module):
             raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
     if any(tensor.is_meta for tensor in model.parameters()):

@@ -95,12 +95,14 @@ class Tuning(PrintedDocument):
 class Turns(Protocol):
     """Runs plans of one step, here or on all ranks at once."""
 
-    step: Step
     shows: bool
     """Whether this process shows what is being done."""
 
     def find(self, given: Inputs, budget: str | int | float | None) -> list[Alternative]:
         """Return the plans that come into question, the same on every rank."""
+
+    def prepare(self) -> None:
+        """Build the model where it was given as a callable, and refuse one that cannot be run as it is."""
 
     def take(self, plan: Plan, steps: int) -> float:
         """Return the median time of some steps under a plan in milliseconds; infinite where memory ran out."""
@@ -131,11 +133,16 @@ def tune(
     _check(given)
     with same_generators(), neutral_modes(), cheap_collections():
         turns = _make_turns(given, step)
-        given = replace(given, step=turns.step, progress=given.progress and turns.shows)
+        given = replace(given, progress=given.progress and turns.shows)
+        is_built = isinstance(step.model, nn.Module)
+        if is_built:
+            turns.prepare()
         found = turns.find(given, budget)
         if len(found) == 1:
             label, plan = found[0].label, found[0].plan
             return Tuning(plan=plan, tried=(TimedPlan(label=label, plan=plan),))
+        if not is_built:
+            turns.prepare()  # only now: a model that does not fit would take all memory that there is
         with Progress("running plans by turns", show=given.progress) as progress:
 
             def timed(each: Alternative) -> float:
@@ -239,13 +246,16 @@ class _LocalTurns:
     """Turns on one device, on the user's own model."""
 
     def __init__(self, step: Step, device_type: str) -> None:
-        self.step, self.model = build_real(step, device_type)
+        self.step, self.device_type, self.shows = step, device_type, True
+
+    def prepare(self) -> None:
+        """Build the model where it was given as a callable, and refuse one that runs a plan."""
+        self.step, self.model = build_real(self.step, self.device_type)
         if plan_of_model(self.model) is not None:
             raise StateError("the model runs a plan already; call remove on that one first, or tune before apply")
         optimizer = self.step.optimizer
         self.optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        self.device = device_of(self.model, device_type)
-        self.shows = True
+        self.device = device_of(self.model, self.device_type)
         self.found = Found(self.step, self.model)
 
     def find(self, given: Inputs, budget: str | int | float | None) -> list[Alternative]:
