@@ -192,6 +192,12 @@ def test_evaluation_and_resuming_are_as_without_the_callback() -> None:
         assert len(keep[1][1]) >= STEPS
 
 
+def test_a_target_that_the_model_is_not_on_is_refused_before_it_is_planned() -> None:
+    trainer = make_trainer(training_loops.build(), [MemfitCallback(budget="1MiB", target="h100-sxm")])
+    with pytest.raises(memfit.InputError, match="the model is on cpu, and the target is NVIDIA H100"):
+        trainer.train()
+
+
 def test_a_plan_of_a_trainer_says_what_to_write() -> None:
     trainer = make_trainer(training_loops.build(), [])
     with pytest.raises(memfit.InputError, match=r"memfit\.integrations\.transformers\.step\(trainer\)"):

@@ -121,6 +121,11 @@ class PlannedTraining:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         device = next(model.parameters()).device
         target = resolve_target(self._target, device, ranks)
+        if target.device.type != device.type:
+            raise InputError(
+                f"the model is on {device.type}, and the target is {target.device.title}; leave target out to train "
+                "here, or plan for it without training: memfit.plan(step, target=...)"
+            )
         budget = self._budget
         if budget is not None:
             copied = _storage_bytes(list(model.buffers())) if self._retries else 0  # by the guard
