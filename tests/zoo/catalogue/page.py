@@ -40,14 +40,19 @@ def write_page(path: Path, rows: Iterable[Examined], untrainable: int) -> None:
         _HEAD,
         f"{today}, {versions}.",
         "",
-        "| | models | to the byte, within the budget, same bits | refused, with advice | wrong |",
+        "| | models | captured to the byte, planned within the budget, same bits | refused, with advice | wrong |",
         "|---|---|---|---|---|",
     ]
     for library in [*libraries, "all"]:
         own = [row for row in every if library in (row.library, "all")]
         counts = [sum(row in kind for row in own) for kind in (held, refused, wrong)]
         lines.append(f"| {library} | {len(own)} | " + " | ".join(map(str, counts)) + " |")
+    off = [row for row in held if row.planned_difference_bytes]
+    most = max((abs(row.planned_difference_bytes or 0) for row in off), default=0)
     lines += [
+        "",
+        f"Under the plan {len(held) - len(off)} of them are as predicted to the byte too"
+        + (f", the others off by {most:,} bytes at most." if off else "."),
         "",
         f"{untrainable} more could not be built by the maker, or do not train in plain PyTorch as it builds them."
         + (f" Planned over plain time at the median: {statistics.median(speeds):.2f}." if speeds else ""),
