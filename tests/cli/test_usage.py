@@ -52,13 +52,16 @@ def test_every_command_has_help(name: str, run: Runner) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_option_that_does_not_exist_is_wrong_usage(name: str, run: Runner) -> None:
-    needed = {"plan": 1, "explain": 1, "estimate": 1, "curve": 1, "search": 1, "compare": 2, "verify": 2, "report": 2}
+    needed = dict.fromkeys(("plan", "explain", "estimate", "curve", "search", "tune"), 1)
+    needed |= dict.fromkeys(("compare", "verify", "report"), 2)
     ran = run(name, *["x"] * needed.get(name, 0), "--jsno")
     assert ran.code == 2 and not ran.out
     assert "--jsno" in ran.said and "--json" in ran.said
 
 
-@pytest.mark.parametrize("name", ["plan", "explain", "estimate", "curve", "search", "compare", "verify", "report"])
+@pytest.mark.parametrize(
+    "name", ["plan", "explain", "estimate", "curve", "search", "compare", "verify", "tune", "report"]
+)
 def test_a_missing_argument_is_wrong_usage(name: str, run: Runner) -> None:
     ran = run(name, "--json")
     assert ran.code == 2 and not ran.out and "issing" in ran.said
