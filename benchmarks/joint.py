@@ -2,7 +2,7 @@
 
 Real training steps on the CPU, one thread, of a Llama and a GPT-2 shape with 8,192 words, a ViT and a UNet, at four
 budgets between the smallest that checkpointing alone can meet and what the plain step needs. The disk is measured first
-(`memfit calibrate`), ops are timed on this machine. In one run, interleaved, medians over three models of each method:
+(`memfit calibrate`), ops are timed on this machine. In one run, interleaved, medians over two models of each method:
 
 - joint: `decide=("loss", "offload")`, one program over checkpointing, offload to the disk and the chunks of the loss.
   It is the plan that `memfit.verify.tune` keeps: plans that come near the predicted fastest run some steps by turns,
@@ -13,11 +13,14 @@ budgets between the smallest that checkpointing alone can meet and what the plai
 - every block, second block: `torch.utils.checkpoint`; all offloaded: every unit offloads as much as it may. These take
   no budget, and count where their measured peak is within it
 
+The joint plan and the fastest other at each budget are then measured once more, five new models of each by turns: the
+ratio (Note [Once more] in quality/duel.py). Two plans that do the same are one run.
+
 The allocator keeps its memory (`quality.runs.KEEPS_MEMORY`). A peak is what is resident when a step begins and the
 rise above it by the allocator's events. Gradients under the joint plan are those of the plain step, bit for bit, or
-close where the plan says that sums are in another order. Two plans that do the same are one run. With `--folder`,
-times of ops and plans stay there, and `--stages` does the work in parts, which all want a quiet machine. `--quick` is
-a smoke test: tiny models, times by the roofline, and figures that mean nothing.
+close where the plan says that sums are in another order. With `--folder`, times of ops and plans stay there, and
+`--stages` does the work in parts, which all want a quiet machine. `--quick` is a smoke test: tiny models, times by the
+roofline, and figures that mean nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from quality.duel import Duel, duel_of, show_duels
 from quality.models import CASES, Case
 from quality.runs import Run, checkpointed, keep_memory, run_of
 
@@ -53,8 +57,10 @@ PARTS = (0.0, 0.25, 0.5, 0.75)
 QUICK_PARTS = (0.5,)
 SHAPES = {"llama": {"vocabulary": 8192, "batch": 4}, "gpt2": {"vocabulary": 8192, "batch": 2}, "vit": {"batch": 16}}
 NUMBERS = (2, 4, 8, 16)
-MODELS = 3
-"""So many models are timed of each method."""
+MODELS = 2
+"""So many models are timed of each method first."""
+AGAIN = 5
+"""So many of the two that are measured once more."""
 CHUNKS = max(NUMBERS)
 JOINT, ALONE, LOSS_FIRST, OFFLOAD_FIRST = "joint", "checkpointing", "loss first", "offload first"
 EVERY, SECOND, OFFLOADED, PLAIN = "every block", "second block", "all offloaded", "plain"
@@ -110,14 +116,24 @@ class Comparison:
 
     def measure(self, rounds: int) -> None:
         """Measure times, by turns."""
-        gc.collect()
-        gc.freeze()  # collections between steps are then short
-        models = [each for place in range(MODELS) for run in self.runs for each in (run, *run.again)[place : place + 1]]
-        for number in range(rounds):
-            turn = number * 5 % len(models)  # neighbours take turns too
-            for run in (*models[turn:], *models[:turn])[:: 1 if number % 2 else -1]:
-                run.measure_time()
-        gc.unfreeze()
+        _by_turns(
+            [each for place in range(MODELS) for run in self.runs for each in (run, *run.again)[place : place + 1]],
+            rounds,
+        )
+
+    def measure_again(self, ours: Run, other: Run, rounds: int) -> Duel:
+        """Measure two methods against each other on models made anew (Note [Once more])."""
+        if ours is other:
+            return Duel()
+        made = []
+        for _ in range(AGAIN):
+            for run in (ours, other):
+                assert run.make is not None
+                made.append(run.make())
+                made[-1].step()
+        _by_turns(made, rounds)
+        medians = [statistics.median(run.times_ms) for run in made]
+        return duel_of(medians[::2], medians[1::2])
 
     def _plan(self, budget: int, options: SolveOptions) -> Plan | None:
         step = self.case.step()
@@ -183,7 +199,7 @@ class Comparison:
     def _add(self, make: Callable[[], Run], predicted_ms: float = 0.0, note: str = "") -> Run:
         """Prepare a method on models of its own, and measure its peak on the first."""
         run = make()
-        run.predicted_ms, run.note = predicted_ms, note
+        run.predicted_ms, run.note, run.make = predicted_ms, note, make
         run.measure_peak()
         run.again = [make() for _ in range(MODELS - 1)]
         for other in run.again:
@@ -215,34 +231,44 @@ class Comparison:
         if not found.ok or not same or found.peak.measured_bytes > plan.budget_bytes:
             self.broken.append(f"{self.case.name}, {plan.budget_bytes / MiB:.1f} MiB: {'; '.join(found.findings)}")
 
-    def report(self) -> list[float]:
+    def report(self, rounds: int) -> list[Duel]:
         """Print the table; return the ratios, at least 1 where the joint plan is not slower than any other."""
         plain = self.runs[0]
         print(f"  plain: {plain.ms:.0f} ms, {plain.peak_bytes / MiB:.1f} MiB; below ms, a peak in MiB behind it")
         names = (JOINT, *PLANNED, *BY_HAND)
         print(f"  {'budget':>10s} " + " ".join(f"{name:>15s}" for name in names) + "   fastest other, ratio; predicted")
-        ratios = []
+        duels = []
         for budget in self.budgets:
             ours = self.by_budget[JOINT, budget]
             others = {name: self._best(name, budget) for name in (*PLANNED, *BY_HAND)}
             within = {name: run for name, run in others.items() if run is not None}
-            best = min(within, key=lambda name: within[name].ms, default="nobody")
-            ratio = within[best].ms / ours.ms if within else float("inf")
+            best = min(within, key=lambda name: within[name].ms)  # checkpointing alone finds a plan for every budget
+            duels.append(self.measure_again(ours, within[best], rounds))
             if ours.peak_bytes > budget:
                 self.broken.append(f"{self.case.name}: {ours.peak_bytes:,} bytes where {budget:,} are allowed")
-            ratios.append(ratio)
             cells = " ".join(f"{_cell(run):>15s}" for run in (ours, *others.values()))
             off = f"{ours.predicted_ms:.0f} ms, {ours.predicted_ms / ours.ms - 1:+.1%}"
-            print(f"  {budget / MiB:6.1f} MiB {cells}   {best}, {ratio:.3f}; {off}")
+            print(f"  {budget / MiB:6.1f} MiB {cells}   {best}, {duels[-1]}; {off}", flush=True)
         apart = [max(run.medians_ms) / min(run.medians_ms) - 1 for run in self.runs]
         print(f"  models of one method are {statistics.median(apart):.1%} apart (median), {max(apart):.1%} (most)")
-        return ratios
+        return duels
 
     def _best(self, method: str, budget: int) -> Run | None:
         found = self.by_budget.get((method, budget))
         runs = [run for run in self.runs if run.method == method] if method in BY_HAND else [found]
         within = [run for run in runs if run is not None and run.peak_bytes <= budget]
         return min(within, key=lambda run: run.ms, default=None)
+
+
+def _by_turns(models: Sequence[Run], rounds: int) -> None:
+    """Time each so many steps."""
+    gc.collect()
+    gc.freeze()  # collections between steps are then short
+    for number in range(rounds):
+        turn = number * 5 % len(models)  # neighbours take turns too
+        for run in (*models[turn:], *models[:turn])[:: 1 if number % 2 else -1]:
+            run.measure_time()
+    gc.unfreeze()
 
 
 def time_ops(case: Case, cost: Cost) -> None:
@@ -288,7 +314,7 @@ def main() -> None:
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(1)
-    ratios: dict[str, list[float]] = {}
+    duels: dict[str, list[Duel]] = {}
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
@@ -319,17 +345,18 @@ def main() -> None:
             if "measure" in options.stages:
                 comparison.broken.clear()
                 comparison.prepare(plans)
-                comparison.measure(3 if options.quick else options.rounds)
-                ratios[name] = comparison.report()
+                rounds = 3 if options.quick else options.rounds
+                comparison.measure(rounds)
+                duels[name] = comparison.report(rounds)
                 broken += comparison.broken
             del comparison
             gc.collect()
     for each in broken:
         print(f"NOT AS PLANNED: {each}")
-    for name, found in ratios.items():
-        print(f"{name}: the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in found)}")
-    if ratios:
-        print(f"least: {min(each for found in ratios.values() for each in found):.3f} (must be at least 1)")
+    for name, found in duels.items():
+        print(f"{name}: {', '.join(map(str, found))}")
+    if duels:
+        show_duels([each for found in duels.values() for each in found])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Joint plans on two ranks over Gloo, with both engines, against planning less, in parts, and by hand.
 
 What `joint.py` does in one process, for sharded steps: one thread a rank, ops, links, engines and disk calibrated by
-all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, two models of each plan, steps of all by turns
-behind a barrier, the slowest rank counts, medians. The joint plan is the one that `memfit.verify.tune` keeps: plans
-that come near the predicted fastest run a few steps by turns, before and apart from what is measured here. How far
-two models of one plan are apart is up to the machine and to no plan; the median of that is printed beside the ratios.
-Budgets lie between the smallest that checkpointing alone can meet and what the sharded step needs. `--folder` keeps
-the calibration and what was found; what is there is not done again.
+all ranks at once (`torchrun -m memfit calibrate`), plans by rank 0, steps of all by turns behind a barrier, the slowest
+rank counts, medians. The joint plan is the one that `memfit.verify.tune` keeps: plans that come near the predicted
+fastest run a few steps by turns, before and apart from what is measured here. The joint plan and the fastest other are
+then measured once more, four new models of each by turns: the ratio (Note [Once more] in quality/duel.py). Budgets lie
+between the smallest that checkpointing alone can meet and what the sharded step needs. `--folder` keeps the calibration
+and what was found; what is there is not done again.
 
 - joint: `decide=("loss", "offload", "reshard", "prefetch")`, tuned
 - checkpointing: the plan that recomputes and nothing else, resharding always
@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +37,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 import transformers
+from quality.duel import Duel, duel_of, show_duels
 from quality.models import CASES, Case
 from quality.runs import KEEPS_MEMORY
 from torch import nn
@@ -61,9 +60,34 @@ SHAPES: dict[str, dict[str, int]] = {
     "vit": {"batch": 16},
     "unet": {},
 }
-MODELS = 2
-"""So many models are timed of each plan."""
+AGAIN = 4
+"""So many models are timed of the two plans that are measured once more."""
 JOINT, LOSS_FIRST, EVERY = "joint", "loss first", "every block"
+
+
+class Point(msgspec.Struct, kw_only=True):
+    """One budget: the joint plan, and the others within it with their times, measured and predicted."""
+
+    budget_bytes: int
+    peak_bytes: int
+    ms: float
+    predicted_ms: float
+    does: str
+    others: dict[str, tuple[float, float]]
+    best: str
+    ours_ms: list[float]
+    """Times of models that were measured once more, of the joint plan and of `best`; empty where both do the same."""
+    theirs_ms: list[float]
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One model on one engine."""
+
+    model: str
+    engine: str
+    points: list[Point]
+    ok: list[bool]
+    findings: list[str]
 
 
 def options_of(engine: str, blocks: tuple[str, ...]) -> dict[str, SolveOptions]:
@@ -160,13 +184,13 @@ def work(arguments: argparse.Namespace) -> None:
             row = compare(CASES[name](arguments.quick, **SHAPES[name]), engine, target, arguments.rounds)
             dist.barrier()  # every rank has seen that the file is not there
             if dist.get_rank() == 0:
-                file.write_text(json.dumps(row))
-                show([row])
+                file.write_bytes(msgspec.json.encode(row))
+                show(row)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]:
+def compare(case: Case, engine: str, target: str, rounds: int) -> Row:
     """Plan one model on one engine in every way, verify the joint plans and measure all."""
     told = [make_plans(case, engine, target) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
@@ -177,22 +201,44 @@ def compare(case: Case, engine: str, target: str, rounds: int) -> dict[str, Any]
     checks = [plan.verify(case.step(), 1, time_tolerance=None) for method, _, plan in made if method == JOINT]
     keys = [_key(plan) for _, _, plan in made]
     different = {key: plan for key, (_, _, plan) in zip(keys, made, strict=True)}
-    measured = measure([trained(case, plan) for _ in range(MODELS) for plan in different.values()], rounds)
-    of_model = [measured[place :: len(different)] for place in range(len(different))]
-    of_key = {key: statistics.fmean(found) for key, found in zip(different, of_model, strict=True)}
-    predicted = [(plan.predicted.peak_bytes, plan.predicted.step_ms) for _, _, plan in made if plan.predicted]
-    return {
-        "model": case.name,
-        "engine": engine,
-        "runs": [
-            (method, budget, of_key[key], *figures, _does(plan))
-            for (method, budget, plan), key, figures in zip(made, keys, predicted, strict=True)
-        ],
-        "apart": [max(found) / min(found) - 1 for found in of_model],
-        "ok": [found.ok for found in checks],
-        "findings": [each for found in checks for each in found.findings],
-        "peaks": [max(each.peak.measured_bytes for each in found.ranks) for found in checks],
-    }
+    of_key = dict(zip(different, measure([trained(case, plan) for plan in different.values()], rounds), strict=True))
+    peaks = [max(each.peak.measured_bytes for each in found.ranks) for found in checks]
+    points = []
+    for (_, budget, plan), key, peak in zip(made, keys, peaks, strict=False):  # the joint ones come first
+        assert plan.predicted is not None and budget is not None
+        others = {
+            method: (of_key[other], other, theirs.predicted.step_ms)
+            for (method, own, theirs), other in zip(made, keys, strict=True)
+            if theirs.predicted is not None
+            and method != JOINT
+            and (own == budget or (own is None and theirs.predicted.peak_bytes <= budget))
+        }
+        best = min(others, key=lambda method: others[method][0])
+        ours, theirs = [], []
+        if key != others[best][1]:
+            pair = [plan, different[others[best][1]]]
+            again = measure([trained(case, each) for each in pair * AGAIN], rounds)
+            ours, theirs = again[::2], again[1::2]
+        points.append(
+            Point(
+                budget_bytes=budget,
+                peak_bytes=peak,
+                ms=of_key[key],
+                predicted_ms=plan.predicted.step_ms,
+                does=_does(plan),
+                others={method: (ms, predicted) for method, (ms, _, predicted) in others.items()},
+                best=best,
+                ours_ms=ours,
+                theirs_ms=theirs,
+            )
+        )
+    return Row(
+        model=case.name,
+        engine=engine,
+        points=points,
+        ok=[found.ok for found in checks],
+        findings=[each for found in checks for each in found.findings],
+    )
 
 
 def _key(plan: Plan) -> bytes:
@@ -205,26 +251,17 @@ def _does(plan: Plan) -> str:
     return ", ".join(decided) or f"recomputes {sum(entry.recompute_ms for entry in plan.checkpoint):.0f} ms"
 
 
-def show(rows: list[dict[str, Any]]) -> list[float]:
+def show(row: Row) -> list[Duel]:
     """Print each point; return the ratios."""
-    ratios = []
-    for row in rows:
-        print(f"{row['model']}, {row['engine']}: joint plans verified {row['ok']}", *row["findings"], sep="; ")
-        if row.get("apart"):  # not in files of older runs
-            print(f"  two models of one plan are {statistics.median(row['apart']):.1%} apart (median)")
-        for place, (_, budget, ours, _, expected, does) in enumerate(run for run in row["runs"] if run[0] == JOINT):
-            others = {
-                method: (ms, predicted)
-                for method, own, ms, peak, predicted, _ in row["runs"]
-                if method != JOINT and (own == budget or (own is None and peak <= budget))
-            }
-            best = min(others, key=others.__getitem__)
-            ratios.append(others[best][0] / ours)
-            shown = ", ".join(f"{method} {ms:.0f} [{predicted:.0f}]" for method, (ms, predicted) in others.items())
-            within = row["peaks"][place] <= budget
-            print(f"  {budget / MiB:7.1f} MiB: joint {ours:.0f} [{expected:.0f}] ms ({does}); {shown}; ", end="")
-            print(f"{best} {ratios[-1]:.3f}; peak {row['peaks'][place] / MiB:.1f} MiB{'' if within else ' ABOVE'}")
-    return ratios
+    print(f"{row.model}, {row.engine}: joint plans verified {row.ok}", *row.findings, sep="; ")
+    duels = []
+    for point in row.points:
+        duels.append(duel_of(point.ours_ms, point.theirs_ms) if point.ours_ms else Duel())
+        shown = ", ".join(f"{method} {ms:.0f} [{predicted:.0f}]" for method, (ms, predicted) in point.others.items())
+        print(f"  {point.budget_bytes / MiB:7.1f} MiB: joint {point.ms:.0f} [{point.predicted_ms:.0f}] ms", end=" ")
+        print(f"({point.does}); {shown}; {point.best} {duels[-1]}; peak {point.peak_bytes / MiB:.1f} MiB", end="")
+        print("" if point.peak_bytes <= point.budget_bytes else " ABOVE", flush=True)
+    return duels
 
 
 def main() -> None:
@@ -246,13 +283,8 @@ def main() -> None:
         subprocess.run([*command, __file__, *sys.argv[1:], "--folder", str(folder)], check=True, env=environment)
         pairs = product(arguments.models, arguments.engines)
         files = [result_file(folder, *pair, arguments.quick) for pair in pairs]
-        rows = [json.loads(file.read_text()) for file in files]
-    ratios = show(rows)
-    apart = statistics.median([each for row in rows for each in row.get("apart", ())] or [0.0])
-    print(f"two models of one plan are {apart:.1%} apart (median); points slower than that:", end=" ")
-    print(sum(each < 1 - apart for each in ratios), "of", len(ratios))
-    print(f"the fastest other's time over the joint plan's: {', '.join(f'{each:.3f}' for each in ratios)}")
-    print(f"least: {min(ratios):.3f}, median {statistics.median(ratios):.3f} (must be at least 1)")
+        rows = [msgspec.json.decode(file.read_bytes(), type=Row) for file in files]
+    show_duels([duel for row in rows for duel in show(row)])
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ class Run:
     times_ms: list[float] = field(default_factory=list)
     again: list[Run] = field(default_factory=list)
     """The same on models of their own: where one lies in memory changes its time by a few percent."""
+    make: Callable[[], Run] | None = None
+    """Makes one more."""
 
     @property
     def ms(self) -> float:
