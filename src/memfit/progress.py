@@ -1,4 +1,4 @@
-"""A spinner on the error output that says what is being done, where that is a terminal."""
+"""What is being done, on the error output: a spinner where that is a terminal, lines elsewhere if asked for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from rich.console import Console
 
 
 class Progress:
-    """Spinner that shows what is being done inside its block; silent without `show` or a terminal."""
+    """Spinner that shows what is being done inside its block; silent without `show`.
 
-    def __init__(self, doing: str, *, show: bool = True) -> None:
+    Without a terminal it is silent too, or with `lines`, for what takes minutes, prints a line for each update.
+    """
+
+    def __init__(self, doing: str, *, show: bool = True, lines: bool = False) -> None:
         self._doing = doing
-        console = Console(stderr=True)
-        self._spinner = console.status(f"{doing} …") if show and console.is_terminal else None
+        self._console = Console(stderr=True)
+        self._spinner = self._console.status(f"{doing} …") if show and self._console.is_terminal else None
+        self._lines = lines and show and self._spinner is None
 
     def add(self, more: str) -> None:
         """Append details to the spinner's text."""
@@ -21,6 +25,8 @@ class Progress:
         """Update the spinner's text."""
         if self._spinner is not None:
             self._spinner.update(f"{doing} …")
+        elif self._lines:
+            self._console.print(f"{doing} …", highlight=False)
 
     def __enter__(self) -> Progress:
         if self._spinner is not None:

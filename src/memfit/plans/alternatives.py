@@ -55,7 +55,7 @@ def find_alternatives(inputs: Inputs, *, budget: str | int | float | None = None
     divides = "micro_batch" in inputs.options.decided
     options = replace(inputs.options, fixed=(*inputs.options.fixed, "micro_batch"))
     inputs = replace(inputs, trace=problem.trace, options=options, progress=False)
-    with Progress("planning what may be as fast", show=show) as progress:
+    with Progress("planning what may be as fast", show=show, lines=True) as progress:
         decided = plan_problem(inputs, budget=budget)[0]
         if decided.predicted is None:
             note = "a batch in micro-batches, which your loop would run, was not tried: memfit.plan decides that"

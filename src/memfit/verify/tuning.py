@@ -143,7 +143,7 @@ def tune(
             return Tuning(plan=plan, tried=(TimedPlan(label=label, plan=plan),))
         if not is_built:
             turns.prepare()  # only now: a model that does not fit would take all memory that there is
-        with Progress("running plans by turns", show=given.progress) as progress:
+        with Progress("running plans by turns", show=given.progress, lines=True) as progress:
 
             def timed(each: Alternative) -> float:
                 progress.add(each.label)
