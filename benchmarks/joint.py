@@ -48,7 +48,7 @@ from memfit.hardware import OffloadLink, Target
 from memfit.plans import Plan
 from memfit.plans.build import build_checkpoint
 from memfit.plans.record import OffloadLinkRecord
-from memfit.solve import Candidate, Problem, SolveOptions, minimum_budget_bytes, solve
+from memfit.solve import Candidate, Problem, SolveOptions, minimum_budget_bytes
 from memfit.tradeoff import Policy
 from memfit.units import MiB
 from memfit.verify import tune
@@ -94,7 +94,7 @@ class Comparison:
         for budget in self.budgets:
             found.append((JOINT, budget, self._tuned(budget)))
             found.append((ALONE, budget, self._plan(budget, SolveOptions(decide=()))))
-            found.append((OFFLOAD_FIRST, budget, self._offload_first(budget)))
+            found.append((OFFLOAD_FIRST, budget, self._plan(budget, SolveOptions(decide=(), offload="hidden"))))
             if find_chunkable(self.runtime.trace) is not None:
                 found.append((LOSS_FIRST, budget, self._plan(budget, SolveOptions(decide=(), loss_chunks=CHUNKS))))
         return found
@@ -157,23 +157,6 @@ class Comparison:
             if away:
                 chosen.append((candidate, max(away, key=lambda policy: (policy.offloaded_bytes, -policy.recompute_ms))))
         return self._by_hand(chosen)
-
-    def _offload_first(self, budget: int) -> Plan | None:
-        """What checkpointing adds when every unit already offloads all that is hidden."""
-        link = self.problem.offload_link
-        assert link is not None
-        fixed = []
-        for candidate in self.problem.candidates:
-            hidden = 0 if candidate.window is None else candidate.window.hidden_bytes(link)
-            away = [policy.offloaded_bytes for policy in candidate.policies if policy.stop < 0]
-            most = max((each for each in away if each <= hidden), default=0)
-            within = tuple(policy for policy in candidate.policies if most <= policy.offloaded_bytes <= hidden)
-            fixed.append(replace(candidate, policies=within, forced=True) if most else candidate)
-        problem = replace(self.problem)
-        problem.__dict__.update({name: self.problem.__dict__[name] for name in ("frontiers", "windows")})
-        problem.__dict__["candidates"] = tuple(fixed)
-        solved = solve(problem, budget)
-        return None if solved.choice is None else self._by_hand(solved.chosen)
 
     def _by_hand(self, chosen: Sequence[tuple[Candidate, Policy]]) -> Plan:
         """A plan with these policies; predicted is its time alone."""

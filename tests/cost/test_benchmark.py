@@ -16,7 +16,8 @@ from memfit.capture import Trace, call_of
 from memfit.cost import Benchmark, Roofline, Runtime, cost_model
 from memfit.cost.benchmark import op_key
 from memfit.cost.host import Size, routed_step
-from memfit.cost.timing import OpTimer, TimeCache, _move_ends, cold_fractions
+from memfit.cost.processor_cache import cold_fractions
+from memfit.cost.timing import OpTimer, TimeCache, _move_ends
 from memfit.errors import InputError, MissingFeatureError
 
 

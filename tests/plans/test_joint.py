@@ -312,3 +312,50 @@ def test_units_offload_unasked_only_where_the_memory_of_the_host_was_granted() -
         links.append(Problem.of(Runtime.of(trace(step, target=target), Roofline()), target).offload_link)
     assert links[0] is None and links[1] is not None
     assert links[1].to_host_bytes_per_s < target.device.host_link.bandwidth_bytes_per_s
+
+
+def gathering_step() -> Step:
+    """Few rows for many parameters: an H100 hides the gathers over NVLink in part, an L40S waits for the bus."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)) for _ in range(4)))
+
+    return Step(build, memfit.spec((512, 1024)), loss=lambda output, batch: output.square().mean())
+
+
+def plan_gathers(target: str, budget: str | None = None, **options: Any) -> Plan:
+    shard = ShardOptions(units=tuple(str(number) for number in range(4)))
+    return memfit.plan(
+        gathering_step(),
+        target=target,
+        ranks=4,
+        budget=budget,
+        options=SolveOptions(shard=shard, **options),
+        progress=False,
+    )
+
+
+def test_gpus_that_wait_for_collectives_gather_otherwise_unasked() -> None:
+    plan, fixed = plan_gathers("l40s"), plan_gathers("l40s", fixed=("reshard", "prefetch"))
+    assert plan.predicted and fixed.predicted and plan.exact
+    assert fixed.predicted.exposed_communication_ms >= 0.1 * fixed.predicted.step_ms
+    assert plan.predicted.step_ms < fixed.predicted.step_ms
+    assert {each.kind for each in plan.decisions or ()} & {"reshard", "prefetch"} and not fixed.decisions
+    asked = plan_gathers("l40s", decide=("reshard", "prefetch"))
+    assert asked.shard == plan.shard and asked.predicted == plan.predicted
+
+
+def test_a_plan_that_fits_only_with_less_gathered_ahead_is_found_unasked() -> None:
+    fixed = plan_gathers("l40s", "1MiB", fixed=("reshard", "prefetch"))
+    free = plan_gathers("l40s", "1MiB")
+    assert free.minimum_budget_bytes is not None and fixed.minimum_budget_bytes is not None
+    assert free.minimum_budget_bytes < fixed.minimum_budget_bytes
+    found = plan_gathers("l40s", str(free.minimum_budget_bytes))
+    assert found.predicted is not None and found.shard is not None and found.shard.prefetch == 0
+
+
+def test_ranks_of_a_cpu_gather_as_they_are_told_unless_asked() -> None:
+    plan = plan_gathers("cpu")
+    assert plan.predicted and plan.predicted.exposed_communication_ms >= 0.1 * plan.predicted.step_ms
+    assert not plan.decisions and plan.shard is not None and plan.shard.prefetch == 1
+    assert all(unit.reshard_after_forward is True for unit in plan.shard.units if unit.module)

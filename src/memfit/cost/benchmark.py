@@ -13,13 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from memfit.capture import Op, Trace
 from memfit.cost.host import measure_host
+from memfit.cost.processor_cache import cold_fractions, measure_cache_bytes
 from memfit.cost.roofline import Roofline, with_host
 from memfit.cost.runtime import Cost, Times
-from memfit.cost.timing import OpTime, OpTimer, TimeCache, cold_fractions, identity, last_cache_bytes
+from memfit.cost.timing import OpTime, OpTimer, TimeCache, identity
 from memfit.errors import InputError, MissingFeatureError
 from memfit.hardware import Device, HostTimes, Target
 
 _HOST_KEY = "host"
+_CACHE_KEY = "cache"
 _ROUNDS = 4
 """Every op is timed in this many rounds over all ops, so that a burst of other work spoils one of them at most."""
 
@@ -42,7 +44,7 @@ class Benchmark:
     def kernel_ms(self, trace: Trace) -> Times:
         """Milliseconds of each op's kernels as they find the caches in the step."""
         times = self.measure(trace)
-        cold = cold_fractions(trace, last_cache_bytes() // 2) if trace.device_type == "cpu" else np.ones(len(trace.ops))
+        cold = cold_fractions(trace, self._cache_bytes()) if trace.device_type == "cpu" else np.ones(len(trace.ops))
         fallback = None
         found = np.empty(len(trace.ops))
         for index, op in enumerate(trace.ops):
@@ -92,6 +94,14 @@ class Benchmark:
                 f"these ops could not be timed by themselves and have the roofline's time: {names}", stacklevel=4
             )
         return {key: OpTime.median(times) for key, times in rounds.items() if times}
+
+    def _cache_bytes(self) -> int:
+        """The processor's cache, measured once."""
+        cache = TimeCache(identity("cpu"), self.folder)
+        if _CACHE_KEY not in cache.times:
+            cache.times[_CACHE_KEY] = [float(measure_cache_bytes())]
+            cache.save()
+        return int(cache.times[_CACHE_KEY][0])
 
     def host_times(self, device: Device) -> HostTimes:
         """What the host needs to issue ops, measured on small steps where it decides."""

@@ -9,19 +9,17 @@ import re
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
-from memfit.capture import Op, TensorRef, Trace, call_of, real_tensor
-from memfit.cost.roofline import index_bound, index_ends, item_bytes_of
-from memfit.cost.runtime import Times
+from memfit.capture import Op, TensorRef, call_of, real_tensor
+from memfit.cost.processor_cache import measure_cache_bytes
+from memfit.cost.roofline import index_bound, index_ends
 from memfit.errors import InputError
 from memfit.hardware import DeviceType
 
@@ -41,7 +39,8 @@ _VALUES = (0.5, 1.0)
 """Probabilities, and near one: an in-place product timed again and again must not sink into slow denormal numbers."""
 _SMALL_BYTES = 1 << 16
 _FLUSH_CUDA_BYTES = 256 << 20
-_USUAL_CACHE_BYTES = 32 << 20
+_FLUSHES = 4
+"""Before an op is timed without its tensors in the cache, so many times the cache is touched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class OpTimer:
 
     def __init__(self, device_type: DeviceType) -> None:
         self.device = torch.device(device_type)
-        flush_bytes = _FLUSH_CUDA_BYTES if device_type == "cuda" else 2 * last_cache_bytes()
+        flush_bytes = _FLUSH_CUDA_BYTES if device_type == "cuda" else _FLUSHES * measure_cache_bytes()
         self._flush = torch.zeros(flush_bytes // 4, device=self.device)
 
     def time(self, op: Op) -> OpTime:
@@ -185,14 +184,6 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else 0
 
 
-def last_cache_bytes() -> int:
-    """The last-level cache of the processor; 32 MiB where the system does not say."""
-    try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or _USUAL_CACHE_BYTES
-    except (ValueError, OSError):
-        return _USUAL_CACHE_BYTES
-
-
 # -- Measured times on disk, one file for each device, torch version and number of threads ----------------------------
 
 
@@ -238,96 +229,3 @@ class TimeCache:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name)
             raise
-
-
-# -- How much of what an op touches is still in the cache -------------------------------------------------------------
-#
-# An op that is timed again and again on the same tensors finds them in the cache; in a step it often does not. The
-# reuse distance of a tensor is how many bytes were touched since it was touched last, counted around the step for
-# what lives longer. What is beyond the cache comes from memory. New storages take the place of those freed last, as
-# a stack would: their distance is that of the last moment at which memory stood as high.
-
-
-def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
-    """The part of each op's bytes, between 0 and 1, that comes from memory rather than from a cache of this size.
-
-    Nothing does when the whole step fits in it, however often its bytes are touched.
-    """
-    touched = [_touched(trace, op) for op in trace.ops]
-    levels, tops, made = _levels(trace)
-    lasting = {storage for each in touched for storage in each if trace.storages[storage].alloc_at < 0}
-    if sum(trace.storages[storage].bytes for storage in lasting) + max(tops, default=0) <= cache_bytes:
-        return np.zeros(len(touched))
-    totals = np.array([sum(each.values()) for each in touched], dtype=np.float64)
-    clock = np.concatenate(([0.0], np.cumsum(totals))).tolist()
-    step_bytes = clock[-1]
-    last: dict[int, float] = {}
-    for index, each in enumerate(touched):
-        for storage in each:
-            last[storage] = clock[index + 1] - step_bytes
-    heights = _Heights()
-    for index, top in enumerate(tops):
-        heights.reached(top, clock[index + 1] - step_bytes)
-    cold = np.zeros(len(touched))
-    for index, each in enumerate(touched):
-        now, new = clock[index], made[index]
-        for storage, n_bytes in each.items():
-            before = heights.last_above(levels[index]) if storage in new else last.get(storage, -step_bytes)
-            if now - before > cache_bytes:
-                cold[index] += n_bytes
-            last[storage] = clock[index + 1]
-        heights.reached(tops[index], clock[index + 1])
-    return np.divide(cold, totals, out=np.zeros_like(cold), where=totals > 0)
-
-
-class _Heights:
-    """When memory last stood at least at some height: a stack of falling heights."""
-
-    def __init__(self) -> None:
-        self._falling: list[tuple[int, float]] = []
-
-    def reached(self, height: int, when: float) -> None:
-        while self._falling and self._falling[-1][0] <= height:
-            self._falling.pop()
-        self._falling.append((height, when))
-
-    def last_above(self, height: int) -> float:
-        low, high = 0, len(self._falling)
-        while low < high:
-            middle = (low + high) // 2
-            if self._falling[middle][0] > height:
-                low = middle + 1
-            else:
-                high = middle
-        return self._falling[low - 1][1] if low else float("-inf")
-
-
-def _touched(trace: Trace, op: Op) -> dict[int, int]:
-    found: dict[int, int] = {}
-    if op.view:
-        return found
-    for ref in (*op.inputs, *op.outputs):
-        if ref.storage >= 0:
-            n_bytes = item_bytes_of(ref.dtype)
-            for size, stride in zip(ref.shape, ref.stride, strict=True):
-                n_bytes *= size if stride else 1
-            found[ref.storage] = max(found.get(ref.storage, 0), min(n_bytes, trace.storages[ref.storage].bytes))
-    return found
-
-
-def _levels(trace: Trace) -> tuple[list[int], list[int], list[set[int]]]:
-    """Memory of the step before each op and while it runs, and the storages that each op makes."""
-    made: list[set[int]] = [set() for _ in trace.ops]
-    freed: dict[int, int] = defaultdict(int)
-    for number, storage in enumerate(trace.storages):
-        if storage.alloc_at >= 0:
-            made[storage.alloc_at].add(number)
-            if storage.free_after >= 0:
-                freed[storage.free_after] += storage.bytes
-    levels, tops, level = [], [], 0
-    for index in range(len(trace.ops)):
-        levels.append(level)
-        level += sum(trace.storages[number].bytes for number in made[index])
-        tops.append(level)
-        level -= freed[index]
-    return levels, tops, made

@@ -7,7 +7,7 @@ that is predicted to be the fastest is so by less, often. Those that come near a
 - on a CPU, where decisions that gain little are not taken (`WORTH_ON_CPU`), the plan that takes them;
 - checkpointing alone;
 - what a person would set by hand of each kind that may be decided, and checkpointing beside it: all units kept
-  gathered, the loss in as many chunks as there are.
+  gathered, the loss in as many chunks as there are, every unit offloading all that compute hides.
 
 All are plans of the same solver under the same budget, each with its own prediction and proof. Which of them is the
 fastest is found by running them (`memfit.verify.tune`). The batch is not divided: loops do that by themselves.
@@ -103,7 +103,7 @@ def _other_options(problem: Problem, inputs: Inputs, taken: list[Decided]) -> It
         if kind == "loss" and own_chunks:
             continue
         # `offload` and `optimizer` are asked for by name too
-        offload, optimizer = given.offload and kind != "offload", given.optimizer and kind != "optimizer"
+        offload, optimizer = kind != "offload" and given.offload, kind != "optimizer" and given.optimizer
         fixed = (*given.fixed, kind)
         yield f"without {kind}", replace(given, fixed=fixed, offload=offload, optimizer=optimizer)
     alone = replace(given, decide=(), offload=False, optimizer=False)
@@ -116,3 +116,5 @@ def _other_options(problem: Problem, inputs: Inputs, taken: list[Decided]) -> It
     reached = chunkable is not None and inputs.step is not None and is_reached(chunkable, inputs.step)
     if "loss" in given.decided and reached and not own_chunks:
         yield f"the loss in {MOST_CHUNKS} chunks", replace(alone, loss_chunks=MOST_CHUNKS)
+    if "offload" in given.decided and problem.offload_link is not None:
+        yield "all that is hidden offloaded", replace(alone, offload="hidden")

@@ -50,12 +50,13 @@ from memfit.plans.settings import (
     Setting,
     StepVariant,
     base_ms,
+    can_shard_otherwise,
     find_families,
     find_variants,
     is_reached,
 )
 from memfit.sharding import ShardOptions
-from memfit.solve import Status
+from memfit.solve import Decided, Status
 
 WORTH = 1e-3
 """A setting is looked at only if its bound is lower than the best by this part of the step."""
@@ -73,6 +74,26 @@ _SLACK = 0.25
 """While settings are compared, they are solved up to this part of what is worth looking at; the best to the end."""
 TOGETHER = 40
 """Up to so many variants times families are searched together."""
+_EXPOSED = 0.1
+"""Unless asked to, plans look for other ways to gather only where collectives that compute does not hide take this part
+of the step, or where nothing fits (docs/design/joint.md: below it they gained 0.4 % at most)."""
+
+
+def searched_kinds(first: Answer) -> set[Decided]:
+    """Return the kinds of decisions that the search is for: those asked for, and the default ones where they may gain.
+
+    The solver itself decides offload, and segments are decided for the plan that was found. Ranks of a CPU share its
+    cores with what they gather, and plans that gather in another way were slower there than predicted: unless asked
+    for, these are for `memfit.verify.tune`.
+    """
+    problem = first.problem
+    kinds: set[Decided] = {*problem.options.decided} - {"offload", "segments"}
+    if problem.options.decide is None:
+        fits = first.solved.choice is not None
+        may_gain = problem.exposed_ms >= _EXPOSED * first.base_ms or not fits
+        if not may_gain or problem.target.device.type == "cpu" or not can_shard_otherwise(problem):
+            kinds -= {"reshard", "prefetch"}
+    return kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

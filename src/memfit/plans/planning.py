@@ -15,7 +15,7 @@ from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
 from memfit.plans.decisions import drop_small_gains, find_decisions, price_ms_per_gib
 from memfit.plans.document import Plan
-from memfit.plans.joint import WORTH, JointSearch, worth_on
+from memfit.plans.joint import WORTH, JointSearch, searched_kinds, worth_on
 from memfit.plans.record import (
     Blocker,
     DdpPlan,
@@ -111,7 +111,7 @@ def plan_problem(
         else:
             reservation = reservation_under(problem, solved)
     best, joint = Answer(problem=problem, solved=solved), None
-    kinds = set(problem.options.decided) - {"offload", "segments"}
+    kinds = searched_kinds(best)
     if problem.options.loss_chunks is not None:
         kinds.discard("loss")
     if kinds or problem.options.loss_chunks not in (None, 1):
@@ -267,7 +267,9 @@ def _document(
             "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
     decisions, price = None, None
-    if joint is not None and (problem.options.decide or answer.setting.variant.chunked is not None):
+    chosen = answer.setting
+    changes = chosen.variant.chunked is not None or chosen.shard is not None
+    if joint is not None and (problem.options.decide or changes):
         decisions, price = (find_decisions(joint), price_ms_per_gib(joint)) if fits else ([], None)
         notes += _what_to_write(answer, given)
     bound_ms = base_ms + solved.bound_ms

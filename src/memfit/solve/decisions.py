@@ -24,8 +24,9 @@ DecidedGroup = Literal["exact", "all"]
 DECISIONS: tuple[Decided, ...] = get_args(Decided)
 EXACT: tuple[Decided, ...] = ("reshard", "prefetch", "offload", "segments")
 """Those that keep losses, gradients and parameters bit for bit."""
-DEFAULT_DECISIONS: tuple[Decided, ...] = ("offload",)
-"""What plans decide unless they are told: offload, where host memory was granted."""
+DEFAULT_DECISIONS: tuple[Decided, ...] = ("reshard", "prefetch", "offload")
+"""What plans decide unless they are told: how GPUs gather, where that may gain (`joint.searched_kinds`), and offload,
+where host memory was granted."""
 GROUPS: dict[DecidedGroup, tuple[Decided, ...]] = {"exact": EXACT, "all": DECISIONS}
 
 

@@ -39,8 +39,9 @@ class SolveOptions:
     `decide` are further kinds of decisions that a plan may take (docs/design/joint.md): kinds by name, `"exact"` for
     all that keep numbers bit for bit, `"all"` for those too that change the order of sums. What an option or `shard`
     gives a value to stays as it is unless its kind is named; `fixed` are kinds that stay in any case.
-    Unless given, a plan decides what `DEFAULT_DECISIONS` says. `offload` and `optimizer` are the same as these
-    kinds by name, but that on a CPU what `offload` finds is kept however little it gains; `loss_chunks` fixes the
+    Unless given, a plan decides what `DEFAULT_DECISIONS` says, where that may gain. `offload` and `optimizer` are the
+    same as these kinds by name, but that on a CPU what `offload` finds is kept however little it gains;
+    `offload="hidden"` has every unit offload as much as compute hides, and decides the rest. `loss_chunks` fixes the
     number of chunks of the loss, and 1 leaves it whole.
     """
 
@@ -52,7 +53,7 @@ class SolveOptions:
     points: int = POINTS
     optimizer: bool = False
     micro_batches: Literal["same", "own"] = "same"
-    offload: bool = False
+    offload: bool | Literal["hidden"] = False
     decide: DecidedGroup | tuple[Decided | DecidedGroup, ...] | None = None
     fixed: tuple[Decided, ...] = ()
     loss_chunks: int | None = None
@@ -76,8 +77,8 @@ class SolveOptions:
                 raise InputError(f"{field_name} is {value!r}; write {field_name}=memfit.solve.{kind.__name__}(...)")
         if self.micro_batches not in ("same", "own"):
             raise InputError(f"micro_batches is {self.micro_batches!r}; write 'same' or 'own'")
-        if not isinstance(self.offload, bool):
-            raise InputError(f"offload is {self.offload!r}; write True or False")
+        if not isinstance(self.offload, bool) and self.offload != "hidden":
+            raise InputError(f"offload is {self.offload!r}; write True, False or 'hidden'")
         self._check_decisions()
         if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 1:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
@@ -93,7 +94,7 @@ class SolveOptions:
         object.__setattr__(self, "decide", named)
         for name in ("offload", "optimizer"):
             if name in named and name not in self.fixed:
-                object.__setattr__(self, name, True)
+                object.__setattr__(self, name, getattr(self, name) or True)
 
     @property
     def decided(self) -> tuple[Decided, ...]:
@@ -102,7 +103,7 @@ class SolveOptions:
         named = self.decide
         if named is None:
             named = tuple(kind for kind in DEFAULT_DECISIONS if kind not in given)
-        flags: dict[Decided, bool] = {"offload": self.offload, "optimizer": self.optimizer}
+        flags: dict[Decided, bool] = {"offload": bool(self.offload), "optimizer": self.optimizer}
         asked = [kind for kind, flag in flags.items() if flag]
         kinds = expand_decisions((*named, *asked), given)
         return tuple(kind for kind in kinds if kind not in self.fixed or kind in asked)

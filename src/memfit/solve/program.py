@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.capture import NO_INDEX
+from memfit.hardware import OffloadLink
 from memfit.memory import Bytes
 from memfit.tradeoff import Frontier, OffloadWindow, Policy, Unit
 
@@ -58,6 +59,19 @@ class Candidate:
     def recompute_at(self) -> int:
         """The op before which the unit is recomputed."""
         return self.unit.backward_begin
+
+
+def offload_what_is_hidden(candidate: Candidate, link: OffloadLink) -> Candidate:
+    """Return a unit that offloads all that compute hides, and may drop more besides; as it is where that is nothing."""
+    if candidate.window is None:
+        return candidate
+    hidden = candidate.window.hidden_bytes(link)
+    within = [policy for policy in candidate.policies if policy.offloaded_bytes <= hidden]
+    most = max((policy.offloaded_bytes for policy in within if policy.stop < 0), default=0)
+    if not most:
+        return candidate
+    policies = tuple(policy for policy in within if policy.offloaded_bytes >= most)
+    return replace(candidate, policies=policies, forced=True)
 
 
 @dataclass(frozen=True, kw_only=True)

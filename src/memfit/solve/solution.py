@@ -22,7 +22,7 @@ from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.min_budget import MinBudget, can_meet, min_budget
 from memfit.solve.options import SolveOptions
-from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
+from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates, offload_what_is_hidden
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
 from memfit.tradeoff import (
     Frontier,
@@ -154,13 +154,16 @@ class Problem:
             frontiers = self._with_offload(units, frontiers, windows, link)
             if self.target.host_memory_bytes is not None and self.target.device.type != "cpu":
                 frontiers = self._within_host(units, frontiers, windows, link, self.target.host_memory_bytes)
-        return build_candidates(
+        found = build_candidates(
             units,
             frontiers,
             forced=self.options.forced(units),
             second_run_ms=self.second_run_ms,
             windows=windows,
         )
+        if self.options.offload == "hidden" and link is not None:
+            return tuple(offload_what_is_hidden(candidate, link) for candidate in found)
+        return found
 
     def recompute_ms(self, unit: Unit, policy: Policy) -> float:
         """Return what a policy of a unit adds to the step by this problem's times."""
