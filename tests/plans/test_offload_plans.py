@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.errors import InputError
 from memfit.hardware import OffloadLink, Target
+from memfit.plans import Inputs, plan_problem
 from memfit.solve import SolveOptions
 
 LINK = OffloadLink(name="disk", to_host_bytes_per_s=2e9, to_device_bytes_per_s=2e9)
@@ -65,3 +67,32 @@ def test_a_plan_that_offloads_is_faster_fits_its_budget_and_runs_to_the_same_bit
     found = plan.verify(step(), 1, time_tolerance=None)
     assert found.exactness is not None and found.exactness.equal
     assert found.peak.measured_bytes == found.peak.predicted_bytes <= budget
+
+
+def test_every_unit_offloads_all_that_is_hidden_where_that_is_asked_for() -> None:
+    target = Target.parse("cpu")
+    target = replace(target, device=replace(target.device, disk=LINK))
+    inputs = Inputs.of(step_of(Block), target=target, options=SolveOptions(offload="hidden"), progress=False)
+    plan, problem = plan_problem(inputs, budget="1GiB")
+    link = problem.offload_link
+    assert link is not None
+    hidden = {
+        candidate.unit.name: candidate.window.hidden_bytes(link)
+        for candidate in problem.candidates
+        if candidate.window is not None and candidate.forced
+    }
+    moved = {entry.unit: entry.offloaded_bytes for entry in plan.checkpoint if entry.offload}
+    assert moved.keys() == hidden.keys() and all(moved[name] <= hidden[name] for name in moved)
+    assert plan.predicted is not None and not plan.predicted.recompute_ms
+    free, _ = plan_problem(
+        Inputs.of(step_of(Block), target=target, options=SolveOptions(offload=True), progress=False), budget="1GiB"
+    )
+    assert not free.checkpoint
+    found = plan.verify(step_of(Block), 1, time_tolerance=None)
+    assert found.exactness is not None and found.exactness.equal
+    assert found.peak.measured_bytes == found.peak.predicted_bytes
+
+
+def test_an_offload_that_is_no_setting_is_refused() -> None:
+    with pytest.raises(InputError, match="write True, False or 'hidden'"):
+        SolveOptions(offload="all")  # type: ignore[arg-type]

@@ -233,6 +233,20 @@ def test_a_decision_that_is_asked_for_by_its_own_option_is_compared_too() -> Non
     assert offloads(found[0].plan) and not all(offloads(each.plan) for each in found)
 
 
+def test_offloading_all_that_is_hidden_is_compared_too() -> None:
+    plain = memfit.plan(step_of(Block), target="cpu", budget="1KiB", progress=False)
+    budget = plain.baseline.peak_bytes - 1
+    found = alternatives(SolveOptions(decide=("offload",)), step_of(Block), budget)
+    by_hand = memfit.plan(
+        step_of(Block),
+        target=fast_disk(),
+        budget=budget,
+        options=SolveOptions(decide=(), offload="hidden"),
+        progress=False,
+    )
+    assert offloads(by_hand) and by_hand.checkpoint in [each.plan.checkpoint for each in found]
+
+
 def test_a_divided_batch_that_was_not_tried_is_told() -> None:
     with pytest.raises(MissingFeatureError, match="micro-batches is run by your own loop"):
         tune(real_step(inside=False), target="cpu", options=SolveOptions(decide="micro_batch"), progress=False)
