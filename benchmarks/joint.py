@@ -144,7 +144,13 @@ class Comparison:
         """The joint plan that is the fastest here."""
         options = SolveOptions(decide=("loss", "offload"))
         found = tune(
-            self.case.step(), target=self.target, budget=budget, cost=self.cost, options=options, progress=False
+            self.case.step(),
+            target=self.target,
+            budget=budget,
+            cost=self.cost,
+            options=options,
+            rounds=6,
+            progress=False,
         )
         print(f"  {budget / MiB:.1f} MiB: {', '.join(f'{each.label} {each.measured_ms:.0f}' for each in found.tried)}")
         return None if found.plan.predicted is None else found.plan
