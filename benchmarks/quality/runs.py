@@ -25,8 +25,9 @@ from .models import Case
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_MAX_": "0"}
 """glibc gives no memory back to the kernel, as a caching allocator does, and maps nothing by itself.
 
-A threshold cannot keep it from that: above 32 MiB, as small models' logits are, it counts no more. Otherwise 20,000 to 35,000 pages are mapped anew in every step of half a second, as many as the heap's end happens to
-move: 8 % of its time, and most of the difference between two runs of the same step.
+A threshold in place of no maps would count up to 32 MiB only, and small models' logits are larger. Without this, 20,000
+to 35,000 pages are mapped anew in every step of half a second, as many as the heap's end happens to move: 8 % of its
+time, and most of the difference between two runs of the same step.
 """
 
 
