@@ -66,11 +66,12 @@ class Benchmark:
                 f"the trace is for {trace.device} and there is no GPU here to time its ops on; "
                 "use the roofline, or capture the step for target 'cpu'"
             )
+        cache_bytes = self._cache_bytes() if device_type == "cpu" else None
         cache = TimeCache(identity(device_type), self.folder)
         distinct = {op_key(op): op for op in trace.ops if not op.view}
         missing = {key: op for key, op in distinct.items() if key not in cache.times}
         if missing:
-            for key, time in self._time(missing, OpTimer(device_type)).items():
+            for key, time in self._time(missing, OpTimer(device_type, cache_bytes)).items():
                 cache.times[key] = [time.hot_ms, time.cold_ms]
             cache.save()
         known = {key: cache.times[key] for key in distinct if key in cache.times}

@@ -8,6 +8,7 @@ their distance is that of the last moment at which memory stood as high.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import defaultdict
@@ -24,7 +25,9 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 512 << 20
 _FASTER = 1.4
 """What is touched again by this much faster than from memory was in the cache."""
 _LAPS_BYTES = 128 << 20
-_FEWEST_LAPS, _MOST_LAPS = 4, 32
+_FEWEST_LAPS, _MOST_LAPS = 2, 16
+_ROUNDS = 4
+"""Over all sizes, so that a burst of other work spoils one of them at most."""
 
 
 def measure_cache_bytes() -> int:
@@ -34,19 +37,23 @@ def measure_cache_bytes() -> int:
     kept 32. Where no size is faster than memory, half of what the system tells, as others use it too.
     """
     told_bytes = told_cache_bytes()
-    rates: dict[int, float] = {}
-    size = _LEAST_BYTES
-    while size <= min(4 * told_bytes, _MOST_BYTES):
-        rates[size] = _rate(size)
-        size *= 2
-    memory = rates[max(rates)]
-    inside = [size for size, rate in rates.items() if rate >= _FASTER * memory]
-    return min(told_bytes, max(inside, default=told_bytes // 2))
+    sizes = [_LEAST_BYTES]
+    while 2 * sizes[-1] <= min(4 * told_bytes, _MOST_BYTES):
+        sizes.append(2 * sizes[-1])
+    rates = dict.fromkeys(sizes, 0.0)
+    for _ in range(_ROUNDS):
+        for size in sizes:
+            rates[size] = max(rates[size], _rate(size))
+    memory = max(rate for size, rate in rates.items() if size > told_bytes or size == sizes[-1])
+    # the smallest may be slow too, with several threads
+    from_fast = itertools.dropwhile(lambda size: rates[size] < _FASTER * memory, sizes)
+    inside = list(itertools.takewhile(lambda size: rates[size] >= _FASTER * memory, from_fast))
+    return min(told_bytes, inside[-1] if inside else told_bytes // 2)
 
 
 def _rate(size: int) -> float:
     """Return how many bytes a second an op reads and writes that touches the same bytes again."""
-    touched = torch.zeros(size // 4)
+    touched = torch.zeros(size // 4, dtype=torch.float32, device="cpu")
     touched.add_(1.0)
     laps = []
     for _ in range(min(_MOST_LAPS, max(_FEWEST_LAPS, _LAPS_BYTES // size))):

@@ -64,11 +64,14 @@ class OpTime:
 
 
 class OpTimer:
-    """Runs ops by themselves. Tensors of one op are gone before the next is timed."""
+    """Runs ops by themselves. Tensors of one op are gone before the next is timed.
 
-    def __init__(self, device_type: DeviceType) -> None:
+    `cache_bytes` is the processor's cache, where it was measured before.
+    """
+
+    def __init__(self, device_type: DeviceType, cache_bytes: int | None = None) -> None:
         self.device = torch.device(device_type)
-        flush_bytes = _FLUSH_CUDA_BYTES if device_type == "cuda" else _FLUSHES * measure_cache_bytes()
+        flush_bytes = _FLUSH_CUDA_BYTES if device_type == "cuda" else _FLUSHES * (cache_bytes or measure_cache_bytes())
         self._flush = torch.zeros(flush_bytes // 4, device=self.device)
 
     def time(self, op: Op) -> OpTime:
