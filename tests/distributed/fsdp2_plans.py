@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -331,6 +333,15 @@ def stays_sharded_where_the_user_sharded_it(document: str) -> None:
         warnings.simplefilter("always")
         plan.apply(other)
     assert "blocks.0 is whole here and a unit in the plan" in str(caught[0].message)
+    assert plan.shard is not None
+    ahead = msgspec.structs.replace(plan, shard=msgspec.structs.replace(plan.shard, prefetch=2))
+    other = fully_sharded(built(case), plan)
+    with pytest.warns(UserWarning, match="it gathers 1 unit ahead here and 2 in the plan"):
+        ahead.apply(other)
+    ahead.remove(other)
+    blocks: Any = [each for name, each in other.named_modules() if name.startswith("blocks.") and name.count(".") == 1]
+    blocks[0].set_modules_to_forward_prefetch(blocks[1:3])
+    applied(ahead, other, case.build_optimizer(other.parameters()))
 
 
 def _surroundings(model: nn.Module) -> list[Any]:

@@ -14,8 +14,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 import memfit
-from memfit.integrations.accelerate import step
+from memfit.errors import InputError
+from memfit.integrations.accelerate import fsdp_plugin, step
 from memfit.plans import Plan
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
 from tests.integrations import training_loops
 from tests.integrations.training_loops import Training, observed
 
@@ -67,3 +70,13 @@ def test_a_plan_around_prepare_in_either_order(precision: str) -> None:
         assert plan is not None and plan.checkpoint
         assert found.losses == plain.losses and len(found.losses) == STEPS
         assert max(found.peaks_bytes) <= budget + _SCALARS_BYTES, found.peaks_bytes
+
+
+def test_a_plan_that_gathers_otherwise_than_accelerate_is_refused() -> None:
+    model: Any = training_loops.build()
+    made = memfit.Step(model, next(iter(training_loops.loader())))
+    for given, message in (({"prefetch": 2}, "gathers one unit ahead, and this plan 2"), ({"keep_last": 1}, "has one")):
+        options = SolveOptions(decide=(), shard=ShardOptions(**given))
+        plan = memfit.plan(made, target="h100-sxm", ranks=2, options=options, progress=False)
+        with pytest.raises(InputError, match=message + r".*fixed=\('reshard', 'prefetch'\)"):
+            fsdp_plugin(plan, model)

@@ -142,7 +142,7 @@ def fully_shard_difference(plan: Plan, model: nn.Module) -> str | None:
     assert plan.shard is not None
     from torch.distributed.tensor import DTensor  # such a model has loaded it
 
-    from memfit.torch_private.fully_shard import unit_settings
+    from memfit.torch_private.fully_shard import names_prefetched, unit_settings
 
     sharded = {path: module for path, module in named_modules(model) if is_fully_sharded(module)}
     planned = {unit.module: unit for unit in plan.shard.units}
@@ -158,9 +158,11 @@ def fully_shard_difference(plan: Plan, model: nn.Module) -> str | None:
         reshards, *dtypes = unit_settings(module)
         names = [None if each is None else str(each).removeprefix("torch.") for each in dtypes]
         if path and reshards not in (None, bool(planned[path].reshard_after_forward)):
-            fixed = 'SolveOptions(fixed=("reshard",)) plans for a model that reshards all its units'
+            fixed = 'SolveOptions(fixed=("reshard", "prefetch")) plans for a model that reshards all its units'
             return f"{path} has reshard_after_forward={reshards} here and {not reshards} in the plan ({fixed})"
         if names != [plan.shard.param_dtype, plan.shard.reduce_dtype]:
             wanted = f"{plan.shard.param_dtype} and {plan.shard.reduce_dtype}"
             return f"param_dtype and reduce_dtype are {names[0]} and {names[1]} here and {wanted} in the plan"
+    if plan.shard.prefetch != 1 and not any(map(names_prefetched, sharded.values())):
+        return f"it gathers 1 unit ahead here and {plan.shard.prefetch} in the plan (set_modules_to_forward_prefetch)"
     return None

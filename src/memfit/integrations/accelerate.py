@@ -26,6 +26,7 @@ from memfit.plans import Plan
 
 OLDEST = "1.10"
 accelerate = load("accelerate", OLDEST)
+_FIXED = "SolveOptions(fixed=('reshard', 'prefetch'))"
 
 
 def step(accelerator: Any, model: Any, batch: Any, optimizer: Any, **options: Any) -> Step:
@@ -68,7 +69,7 @@ def fsdp_plugin(plan: Plan, model: nn.Module, **settings: Any) -> Any:
     """Return the plugin with which `Accelerator` shards a model as its plan says: `Accelerator(fsdp_plugin=...)`.
 
     `settings` are further ones of `FullyShardedDataParallelPlugin`. Refused is what it cannot say: units that are some
-    modules of a class and not all, or that differ in `reshard_after_forward`.
+    modules of a class and not all, or that differ in `reshard_after_forward`, and more or less than one gathered ahead.
     """
     if plan.shard is None:
         raise InputError("this plan shards nothing; plan with ranks=... and without parallel='ddp'")
@@ -86,7 +87,12 @@ def fsdp_plugin(plan: Plan, model: nn.Module, **settings: Any) -> Any:
     if len(reshards) > 1 or not isinstance(reshard := reshards.pop(), bool):
         raise InputError(
             "accelerate has one reshard_after_forward for all units, True or False, and this plan has others; call "
-            "plan.apply(model, optimizer, engine='fsdp2') before prepare, or plan with SolveOptions(fixed=('reshard',))"
+            f"plan.apply(model, optimizer, engine='fsdp2') before prepare, or plan with {_FIXED}"
+        )
+    if plan.shard.prefetch != 1:
+        raise InputError(
+            f"accelerate gathers one unit ahead, and this plan {plan.shard.prefetch}; call "
+            f"plan.apply(model, optimizer, engine='fsdp2') before prepare, or plan with {_FIXED}"
         )
     return accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -68,6 +68,16 @@ def unit_settings(module: nn.Module) -> tuple[bool | None, torch.dtype | None, t
     return reshards, policy.param_dtype, policy.reduce_dtype
 
 
+def names_prefetched(module: nn.Module) -> bool:
+    """Return whether a fully sharded module was told which units to gather ahead, by `set_modules_to_..._prefetch`.
+
+    `FSDPState._states_to_forward_prefetch` and `_states_to_backward_prefetch`
+    (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
+
+
 def reset_iteration(model: nn.Module) -> None:
     """Make every unit of a model sharded and idle again after a forward or backward that ended midway.
 
