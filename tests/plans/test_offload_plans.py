@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 import memfit
 from memfit.errors import InputError
 from memfit.hardware import OffloadLink, Target
-from memfit.plans import Inputs, plan_problem
+from memfit.plans import Inputs, Plan, plan_problem
 from memfit.solve import SolveOptions
 
 LINK = OffloadLink(name="disk", to_host_bytes_per_s=2e9, to_device_bytes_per_s=2e9)
@@ -91,6 +92,27 @@ def test_every_unit_offloads_all_that_is_hidden_where_that_is_asked_for() -> Non
     found = plan.verify(step_of(Block), 1, time_tolerance=None)
     assert found.exactness is not None and found.exactness.equal
     assert found.peak.measured_bytes == found.peak.predicted_bytes
+
+
+def offloading_plan(**options: Any) -> Plan:
+    target = Target.parse("cpu")
+    target = replace(target, device=replace(target.device, disk=LINK))
+    solver = SolveOptions(offload="hidden", **options)
+    return memfit.plan(step_of(Block), target=target, budget="1GiB", options=solver, progress=False)
+
+
+@pytest.mark.parametrize("decide", [("loss",), ("segments",), ("loss", "segments")])
+def test_what_is_hidden_is_offloaded_whatever_else_is_decided(decide: Any) -> None:
+    alone = offloading_plan()
+    assert alone.checkpoint and offloading_plan(decide=decide).checkpoint == alone.checkpoint
+
+
+def test_units_around_one_that_must_be_checkpointed_do_not_offload() -> None:
+    inside = offloading_plan(force=("0.norm",))
+    names = {entry.unit for entry in inside.checkpoint}
+    assert "0.norm" in names and "0" not in names and len(names) > 1
+    whole = offloading_plan(force=("",))
+    assert [entry.unit for entry in whole.checkpoint] == [""]
 
 
 def test_an_offload_that_is_no_setting_is_refused() -> None:

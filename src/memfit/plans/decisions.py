@@ -31,16 +31,19 @@ def drop_small_gains(joint: JointSearch, worth: float) -> None:
 
     The one that gains least goes first, and what has gone does not come back. Checkpointing is none of them: without it
     the step may not fit. Nor is another implementation of the optimizer's step: it is the same work in fewer kernels.
+    Offload that `SolveOptions(offload=...)` asked for stays.
     """
     most_ms = joint.best.step_ms * (1.0 + worth)
     kinds = joint.kinds - {"optimizer"}
-    offloads = _offloads(joint.best)
+    options = joint.first.problem.options
+    keeps = options.offload == "hidden" or (options.offload and "offload" not in (options.decide or ()))
+    offloads = _offloads(joint.best) and not keeps
     while joint.best.solved.choice is not None and not joint.is_late:
         without = [joint.bounds.answer(other) for kind, _, other in _settings_without(joint) if kind in kinds]
         others = [joint.bounds.exact(each) for each in without if each is not None]
-        if not offloads:
+        if not offloads and not keeps:
             others = [_without_offload(each) if _offloads(each) else each for each in others]
-        elif _offloads(joint.best):
+        elif offloads:
             others.append(_without_offload(joint.best))
         fitting = [each for each in others if each.solved.choice is not None and each.step_ms <= most_ms]
         if not fitting:
@@ -55,7 +58,8 @@ def _offloads(answer: Answer) -> bool:
 
 def _without_offload(answer: Answer) -> Answer:
     problem = answer.problem.without_offload()
-    return replace(answer, problem=problem, solved=solve(problem, answer.solved.budget_bytes))
+    solved = solve(problem, answer.solved.budget_bytes)
+    return replace(answer, problem=problem, solved=solved, reservation=None)
 
 
 def _settings_without(joint: JointSearch) -> Iterator[tuple[str, str, Setting]]:
@@ -119,11 +123,16 @@ def _changes(shard: ShardOptions, given: ShardOptions) -> Iterator[tuple[str, st
 
 def _against(joint: JointSearch, kind: str, what: str, other: Setting) -> list[Decision]:
     """Return a decision with its difference to another setting, which is captured and solved where it was not."""
-    without = joint.bounds.answer(other)
+    here, budget_bytes = joint.best.problem, joint.best.solved.budget_bytes
+    if budget_bytes == joint.budget_bytes:
+        found = joint.bounds.answer(other)
+        without = None if found is None else joint.bounds.exact(found)
+    else:  # lowered, for the allocator's room
+        problem = joint.problems.of(other)
+        solved = None if problem is None else solve(problem, budget_bytes, minimum=False)
+        without = None if problem is None or solved is None else Answer(problem=problem, solved=solved, setting=other)
     if without is None:
         return []
-    without = joint.bounds.exact(without)
-    here = joint.best.problem
     saves = without.problem.replay(()).peak_bytes - here.replay(()).peak_bytes
     without_ms = None if without.solved.choice is None else without.step_ms
     return [build_decision(kind, what, saves, base_ms(here) - without.base_ms, without_ms=without_ms)]

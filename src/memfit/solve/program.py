@@ -61,8 +61,24 @@ class Candidate:
         return self.unit.backward_begin
 
 
-def offload_what_is_hidden(candidate: Candidate, link: OffloadLink) -> Candidate:
-    """Return a unit that offloads all that compute hides, and may drop more besides; as it is where that is nothing."""
+def offload_what_is_hidden(candidates: Sequence[Candidate], link: OffloadLink) -> tuple[Candidate, ...]:
+    """Return the units, each of which offloads all that compute hides, and may drop more besides.
+
+    As they are stay those of which nothing is hidden, and those around or inside a unit that is forced already.
+    """
+    kept: set[int] = set()
+    for index, candidate in enumerate(candidates):
+        outer = candidate.outer
+        while outer != NO_INDEX:
+            if candidate.forced:
+                kept.add(outer)
+            if candidates[outer].forced:
+                kept.add(index)
+            outer = candidates[outer].outer
+    return tuple(each if index in kept else _offloading(each, link) for index, each in enumerate(candidates))
+
+
+def _offloading(candidate: Candidate, link: OffloadLink) -> Candidate:
     if candidate.window is None:
         return candidate
     hidden = candidate.window.hidden_bytes(link)

@@ -162,7 +162,7 @@ class Problem:
             windows=windows,
         )
         if self.options.offload == "hidden" and link is not None:
-            return tuple(offload_what_is_hidden(candidate, link) for candidate in found)
+            return offload_what_is_hidden(found, link)
         return found
 
     def recompute_ms(self, unit: Unit, policy: Policy) -> float:
