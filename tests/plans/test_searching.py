@@ -364,3 +364,22 @@ def test_the_frontier_is_drawn(batches: tuple[Search, list[int]], tmp_path: Path
     page = write_search_page(found, tmp_path / "search.html").read_text()
     assert page.count("<polyline") == 4 and "<script" not in page and f"{found.best.value} is best" in page
     assert page.count("<tr class=") == len(found.points)
+
+
+def waiting(rows: int) -> Step:
+    """Few rows for large units: ranks of an L40S wait for the bus."""
+    layers = functools.partial(nn.Linear, 2048, 2048)
+    spec = memfit.spec((rows, 2048))
+    return Step(lambda: nn.Sequential(*(layers() for _ in range(4))), spec, loss=lambda output, _: output.mean())
+
+
+@pytest.mark.parametrize(
+    ("target", "fixed", "told"), [("l40s", (), True), ("l40s", ("reshard", "prefetch"), False), ("cpu", (), False)]
+)
+def test_a_search_says_where_a_plan_may_gather_in_a_faster_way(target: str, fixed: Any, told: bool) -> None:
+    options = SolveOptions(shard=ShardOptions(units=("0", "1", "2", "3")), fixed=fixed)
+    found = search(waiting, over="batch", values=(64, 128), target=target, ranks=4, options=options, progress=False)
+    assert any("gathered as given" in note for note in found.notes) == told
+    plan = memfit.plan(waiting(64), target=target, ranks=4, options=options, progress=False)
+    assert plan.predicted is not None and found.points[0].step_ms is not None
+    assert (plan.predicted.step_ms < found.points[0].step_ms * (1 - 1e-6)) == told

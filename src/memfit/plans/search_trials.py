@@ -17,6 +17,7 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
+from memfit.plans.joint import waits_for_gathers
 from memfit.plans.reservation import Reservation, Room, reservation_under, with_room
 from memfit.plans.resolve import find_cast, find_gathered_cast, resolve_cost
 from memfit.plans.search_arguments import count_samples
@@ -33,6 +34,9 @@ _LOOSE_GAP = 0.01
 _DEGREE = {"batch": 1, "seq": 2}
 _PROVEN = 4
 """How many values are solved to the end at most, of those that may be the best."""
+_AS_GIVEN = (
+    "units are gathered as given; compute waits for that, and memfit.plan may find a faster way (reshard, prefetch)"
+)
 _STATUS: dict[Status, PointStatus] = {
     Status.OPTIMAL: "optimal",
     Status.FEASIBLE: "feasible",
@@ -183,6 +187,8 @@ class Trials:
         most_ms: float = math.inf,
     ) -> SearchPoint | None:
         target = problem.target
+        if "reshard" in self.options.decided and waits_for_gathers(problem) and _AS_GIVEN not in self.notes:
+            self.notes.append(_AS_GIVEN)
         allowed_bytes = self.allowed_bytes(target)
         problem = problem.with_limits(limits)
         least_bytes = minimum_budget_bytes(problem)  # first: nothing below it is tried in vain
