@@ -163,7 +163,7 @@ def measure(steps: list[Callable[[], None]], rounds: int) -> list[float]:
 
 def result_file(folder: Path, name: str, engine: str, quick: bool) -> Path:
     """Where what was found of a model on an engine is kept."""
-    return folder / f"joint-{name}-{engine}{'-quick' if quick else ''}.json"
+    return folder / f"duel-{name}-{engine}{'-quick' if quick else ''}.json"
 
 
 def work(arguments: argparse.Namespace) -> None:

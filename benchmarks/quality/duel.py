@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """The other's time over ours, and two standard errors of it; 1 and none where both do the same."""
+    """The other's time over ours, and how far off it may be (95 %); 1 and nothing where both do the same."""
 
     ratio: float = 1.0
     off: float = 0.0
@@ -29,17 +29,23 @@ class Duel:
         return f"{self.ratio:.3f} ± {self.off:.3f}" if self.off else f"{self.ratio:.3f}"
 
 
+_T = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228}
+"""Student's t at 95 %, two sides, by degrees of freedom."""
+
+
 def duel_of(ours_ms: Sequence[float], others_ms: Sequence[float]) -> Duel:
     """Compare two ways by the median times of at least two models of each."""
     ours, others = ([math.log(ms) for ms in measured] for measured in (ours_ms, others_ms))
     ratio = math.exp(statistics.fmean(others) - statistics.fmean(ours))
     error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (ours, others)))
-    return Duel(ratio, 2 * error * ratio)
+    freedom = 2 * (min(len(ours), len(others)) - 1)
+    return Duel(ratio, _T[min(freedom, max(_T))] * error * ratio)
 
 
 def show_duels(duels: Sequence[Duel]) -> None:
-    """Print the ratios, those that are below 1 for certain, and last the least."""
+    """Print the ratios, how many are below 1 by more than they may be off, and last the least."""
     print(f"the fastest other's time over the joint plan's: {', '.join(map(str, duels))}")
     slower = sum(each.is_slower for each in duels)
-    print(f"points where the joint plan is slower by more than two standard errors: {slower} of {len(duels)}")
+    chance = 0.025 * sum(each.off > 0 for each in duels)
+    print(f"points where the joint plan is slower by more than that: {slower} of {len(duels)}, {chance:.1f} by chance")
     print(f"least: {min(each.ratio for each in duels):.3f} (must be at least 1, but for what it may be off)")
