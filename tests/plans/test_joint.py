@@ -20,8 +20,9 @@ from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError, PlanDrift
 from memfit.hardware import Target
 from memfit.plans import Plan, PlanMismatch
-from memfit.plans.joint import JointSearch
+from memfit.plans.joint import WORTH, JointSearch
 from memfit.plans.settings import CHUNKS, Answer, Setting
+from memfit.presets import step_at
 from memfit.sharding import ShardOptions
 from memfit.solve import DECISIONS, DEFAULT_DECISIONS, EXACT, Problem, SolveOptions, solve
 
@@ -345,13 +346,36 @@ def test_gpus_that_wait_for_collectives_gather_otherwise_unasked() -> None:
     assert asked.shard == plan.shard and asked.predicted == plan.predicted
 
 
-def test_a_plan_that_fits_only_with_less_gathered_ahead_is_found_unasked() -> None:
-    fixed = plan_gathers("l40s", "1MiB", fixed=("reshard", "prefetch"))
-    free = plan_gathers("l40s", "1MiB")
-    assert free.minimum_budget_bytes is not None and fixed.minimum_budget_bytes is not None
-    assert free.minimum_budget_bytes < fixed.minimum_budget_bytes
-    found = plan_gathers("l40s", str(free.minimum_budget_bytes))
+def test_what_fits_does_not_change_unasked() -> None:
+    """Less gathered ahead needs less: plans tell of it, and agree with curves on the smallest budget."""
+    fixed, free = plan_gathers("l40s", "1MiB", fixed=("reshard", "prefetch")), plan_gathers("l40s", "1MiB")
+    assert free.minimum_budget_bytes == fixed.minimum_budget_bytes
+    assert any("--decide exact" in note for note in free.notes)
+    asked = plan_gathers("l40s", "1MiB", decide="exact")
+    assert asked.minimum_budget_bytes is not None and free.minimum_budget_bytes is not None
+    assert asked.minimum_budget_bytes < free.minimum_budget_bytes
+    found = plan_gathers("l40s", str(asked.minimum_budget_bytes), decide="exact")
     assert found.predicted is not None and found.shard is not None and found.shard.prefetch == 0
+
+
+@pytest.mark.parametrize("length", [4096, 8192])
+def test_gathers_that_are_decided_unasked_leave_the_allocator_its_room(length: int) -> None:
+    """Of Llama 3 8B on eight L40S the fastest setting that meets the budget has no room, or not the best with it."""
+    step = step_at("llama3-8b", batch=1, seq=length)
+    target = Target.parse("l40s", ranks=8)
+    fixed = memfit.plan(step, target=target, options=SolveOptions(fixed=("reshard", "prefetch")), progress=False)
+    plan = memfit.plan(step, target=target, progress=False)
+    assert plan.predicted is not None and fixed.predicted is not None
+    assert fixed.predicted.room == plan.predicted.room == "enough"
+    assert plan.predicted.step_ms < fixed.predicted.step_ms
+    for kept in (8, 16):
+        by_hand = SolveOptions(decide=(), shard=ShardOptions(keep_last=kept))
+        other = memfit.plan(step, target=target, options=by_hand, progress=False)
+        if other.predicted is not None and other.predicted.room == "enough":
+            assert plan.predicted.step_ms <= other.predicted.step_ms * (1 + WORTH)
+    if plan.status == "feasible":
+        assert plan.bound_ms is not None and plan.bound_ms < plan.predicted.step_ms
+        assert any("has less room for it" in note for note in plan.notes)
 
 
 def test_ranks_of_a_cpu_gather_as_they_are_told_unless_asked() -> None:

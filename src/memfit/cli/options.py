@@ -141,9 +141,10 @@ class SolverOptions:
     """Units may also offload what they hold for their backward: to the host, or from a CPU to a calibrated disk."""
     decide: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("KIND")] = ()
     """What else the plan may decide: exact (all that keeps numbers bit for bit), all, or a kind: reshard, prefetch,
-    offload, segments, loss (chunks of the cross entropy), optimizer, units, replicas, cpu_offload, micro_batch."""
+    offload, segments, loss (chunks of the cross entropy), optimizer, units, replicas, cpu_offload, micro_batch.
+    Unless given: reshard and prefetch, where GPUs wait for what is gathered."""
     fix: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("KIND")] = ()
-    """A kind that stays as it is, whatever --decide says."""
+    """A kind that stays as it is, whatever else is decided."""
     loss_chunks: Annotated[Count, arg("N", "the step's own, or decided")] = None
     """In how many chunks the cross entropy is computed; 1 leaves it whole."""
 

@@ -18,6 +18,10 @@ setting that is solved:
 Where the plain solve does not fit, a setting that does is looked for first, or the one that needs least
 (`least_budget.py`).
 
+What would be the best is first given its room (`settle`): under a lower budget, where the caching allocator would hold
+it in pieces that do not fit, it may take longer than another. Bounds are those of the whole budget, so that the answer
+is the best of all with their room.
+
 The search ends when no node may gain `WORTH` of the step; where nothing but the optimizer's step is decided, less is
 enough. Up to `TOGETHER` nodes are in one queue, and the answer is the best of all settings, within `WORTH`.
 More are looked at in rounds: the optimizer's step, then micro-batches and chunks of the loss together, sharded as the
@@ -32,7 +36,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -56,7 +60,7 @@ from memfit.plans.settings import (
     is_reached,
 )
 from memfit.sharding import ShardOptions
-from memfit.solve import Decided, Status
+from memfit.solve import Decided, Problem, Status
 
 WORTH = 1e-3
 """A setting is looked at only if its bound is lower than the best by this part of the step."""
@@ -76,7 +80,10 @@ TOGETHER = 40
 """Up to so many variants times families are searched together."""
 _EXPOSED = 0.1
 """Unless asked to, plans look for other ways to gather only where collectives that compute does not hide take this part
-of the step, or where nothing fits (docs/design/joint.md: below it they gained 0.4 % at most)."""
+of the step (docs/design/joint.md: below it they gained 0.4 % at most)."""
+
+Settle = Callable[[Answer, Answer | None], Answer | None]
+"""Gives an answer room in the allocator, as a plan has; None where it is then no better than another."""
 
 
 def searched_kinds(first: Answer) -> set[Decided]:
@@ -84,16 +91,19 @@ def searched_kinds(first: Answer) -> set[Decided]:
 
     The solver itself decides offload, and segments are decided for the plan that was found. Ranks of a CPU share its
     cores with what they gather, and plans that gather in another way were slower there than predicted: unless asked
-    for, these are for `memfit.verify.tune`.
+    for, these are for `memfit.verify.tune`. What fits does not change unasked: plans, curves and searches agree.
     """
     problem = first.problem
     kinds: set[Decided] = {*problem.options.decided} - {"offload", "segments"}
-    if problem.options.decide is None:
-        fits = first.solved.choice is not None
-        may_gain = problem.exposed_ms >= _EXPOSED * first.base_ms or not fits
-        if not may_gain or problem.target.device.type == "cpu" or not can_shard_otherwise(problem):
-            kinds -= {"reshard", "prefetch"}
+    if problem.options.decide is None and (first.solved.choice is None or not waits_for_gathers(problem)):
+        kinds -= {"reshard", "prefetch"}
     return kinds
+
+
+def waits_for_gathers(problem: Problem) -> bool:
+    """Return whether other ways to gather may gain enough to look for them unasked."""
+    may_gain = problem.exposed_ms >= _EXPOSED * base_ms(problem)
+    return may_gain and problem.target.device.type != "cpu" and can_shard_otherwise(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +130,10 @@ class _Entry:
 class JointSearch:
     """Branch and bound over the settings of one step, from the plain solve (Note [Settings]).
 
+    `first` is the plain solve under the whole budget, and `best` the same with its room, where that is another.
     `kinds` are the decisions that may be taken; `loss_chunks` fixes one of them. After `run`, `best` is the answer,
-    `tried` counts settings that were solved, `left_out` says what could not be captured and `bound_ms` is a time that
-    no setting is below which the time limit left out.
+    `tried` counts settings that were solved, `left_out` says what could not be captured, `bound_ms` is a time that no
+    setting is below which the time limit left out, and `without_room` are answers that were better without their room.
     """
 
     def __init__(
@@ -132,12 +143,17 @@ class JointSearch:
         cost: Cost,
         kinds: Iterable[str],
         *,
+        best: Answer | None = None,
+        settle: Settle | None = None,
         loss_chunks: int | None = None,
         early: EarlyChunks | None = None,
         worth: float = WORTH,
         together: int = TOGETHER,
     ) -> None:
-        self.first = self.best = first
+        self.first, self.best = first, best or first
+        self.without_room: list[Answer] = []
+        self._settle = settle
+        self._settled = {first.setting}
         self.kinds = frozenset(kinds)
         self.budget_bytes = first.solved.budget_bytes
         self.problems = SettingProblems(first.problem, step, cost, early)
@@ -177,7 +193,7 @@ class JointSearch:
                 "F.cross_entropy over rows of logits, in float32, called in the model or in the loss function of the "
                 f"step, with at least that many rows{''.join(f' ({each})' for each in self.left_out)}"
             )
-        self.best = found
+        self.best = self._with_room(found, None) or found
         return fixed
 
     def nodes(self) -> list[tuple[StepVariant, Family]]:
@@ -200,7 +216,11 @@ class JointSearch:
         self._began = time.perf_counter()
         self.bound_ms = math.inf
         self._search()
-        self.best = self.bounds.exact(self.best)
+        if self.best.solved.budget_bytes == self.budget_bytes:  # else it was solved to the end when it was given room
+            exact = self.bounds.exact(self.best)
+            settled = exact if exact is self.best else self._with_room(exact, None)
+            if settled is not None and settled.no_worse_than(self.best):
+                self.best = settled
         return self.best
 
     def _search(self) -> None:
@@ -208,6 +228,7 @@ class JointSearch:
             self.best = find_least_budget(self.bounds, self.best, self.nodes(), lambda: self.is_late)
             if self.best.solved.choice is None:
                 return
+            self.best = self._with_room(self.best, None) or self.best
         if len(self.nodes()) <= self._together:
             self._explore(self.nodes())
             return
@@ -326,5 +347,19 @@ class JointSearch:
         return self.bounds.answer(setting, cutoff_ms=self._enough_ms(node) - base_ms(problem))
 
     def _take(self, found: Answer | None) -> None:
-        if found is not None and not self.bounds.is_cut_off(found.setting) and found.better_than(self.best):
-            self.best = found
+        if found is None or self.bounds.is_cut_off(found.setting) or found.setting in self._settled:
+            return
+        if found.better_than(self.best):
+            better = self._with_room(found, self.best)
+            if better is not None:
+                self.best = better
+
+    def _with_room(self, found: Answer, best: Answer | None) -> Answer | None:
+        """Return an answer with its room; None where it is then no better than the best."""
+        self._settled.add(found.setting)
+        if self._settle is None:
+            return found
+        settled = self._settle(found, best)
+        if settled is None:
+            self.without_room.append(found)
+        return settled

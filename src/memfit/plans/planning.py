@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
@@ -29,7 +30,7 @@ from memfit.plans.record import (
 from memfit.plans.reservation import EXPANDABLE, Reservation, Room, note_on_room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
 from memfit.plans.setting_problems import EarlyChunks
-from memfit.plans.settings import LEAST_GAIN_MS, Answer, Setting, StepVariant
+from memfit.plans.settings import LEAST_GAIN_MS, Answer, Setting, StepVariant, can_shard_otherwise
 from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.sharding import ShardEngine
@@ -105,43 +106,44 @@ def plan_problem(
             best, bound = display_ms(incumbent.objective), display_ms(incumbent.bound)
             progress.add(f"adds {best}, at least {bound}, gap {incumbent.gap:.1%}")
 
-        solved = solve(problem, allowed, start=None if start is None else _choice(problem, start), watch=watch)
+        whole = solve(problem, allowed, start=None if start is None else _choice(problem, start), watch=watch)
         if budget is None:
-            solved, reservation = with_room(problem, solved, watch)
+            solved, reservation = with_room(problem, whole, watch)
         else:
-            reservation = reservation_under(problem, solved)
-    best, joint = Answer(problem=problem, solved=solved), None
+            solved, reservation = whole, reservation_under(problem, whole)
+    best, joint = Answer(problem=problem, solved=solved, reservation=reservation), None
     kinds = searched_kinds(best)
     if problem.options.loss_chunks is not None:
         kinds.discard("loss")
+    faster_ms = math.inf
     if kinds or problem.options.loss_chunks not in (None, 1):
-        joint = _decide(best, inputs, kinds, early, worth)
-        if joint.best is not best and budget is None:
-            # What the allocator loses in pieces is another amount: from the whole budget again.
-            found, roomy = _with_room(joint.best, allowed)
-            if found.better_than(best) or problem.options.loss_chunks is not None:
-                joint.best, reservation = found, roomy
-            else:
-                joint.best = best
-        elif joint.best is not best:
-            reservation = reservation_under(joint.best.problem, joint.best.solved)
+        first = best if solved is whole else Answer(problem=problem, solved=whole)
+        joint = _decide(first, best, inputs, kinds, early, worth, lowers=budget is None)
+        faster_ms = _faster_without_room(joint)
+        if math.isfinite(faster_ms):
+            notes.append(
+                f"a step of {display_ms(faster_ms)} would meet this budget and was not taken: the caching allocator "
+                "has less room for it, in pieces that do not fit; --decide exact lets its segments grow as well"
+            )
         notes += joint.left_out
     if joint is None and problem.options.decide:
         joint = JointSearch(best, inputs.step, inputs.cost, ())
-    faster_ms = math.inf
     if joint is not None and worth > WORTH:
         before = joint.best
         drop_small_gains(joint, worth)
         if joint.best is not before:
-            faster_ms = before.base_ms + before.solved.bound_ms
-            reservation = reservation_under(joint.best.problem, joint.best.solved)
+            faster_ms = min(faster_ms, before.base_ms + before.solved.bound_ms)
             notes.append(
                 f"decisions that gain less than {worth:.0%} of the step together are not taken: predictions for a CPU "
                 "are off by more"
             )
+    best = best if joint is None else joint.best
+    reservation = best.reservation or reservation_under(best.problem, best.solved)
     if joint is not None and "segments" in problem.options.decided:
         reservation = _with_segments(joint, allowed, reservation, is_given=budget is not None)
     best = best if joint is None else joint.best
+    if best.solved.choice is None and problem.options.decide is None and can_shard_otherwise(problem):
+        notes.append("--decide exact also tries other ways to gather, which may need less")
     asked_bytes = None if budget is None else allowed
     return _document(best, reservation, problem, notes, asked_bytes, joint, faster_ms), best.problem
 
@@ -174,13 +176,23 @@ def _with_segments(
 def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None]:
     """Return the answer under a budget that the allocator has room for, and its reservation."""
     solved, reservation = with_room(answer.problem, solve(answer.problem, allowed))
-    return replace(answer, solved=solved), reservation
+    return replace(answer, solved=solved, reservation=reservation), reservation
 
 
 def _decide(
-    first: Answer, inputs: Inputs, kinds: Iterable[str], early: EarlyChunks | None, worth: float
+    first: Answer,
+    best: Answer,
+    inputs: Inputs,
+    kinds: Iterable[str],
+    early: EarlyChunks | None,
+    worth: float,
+    *,
+    lowers: bool,
 ) -> JointSearch:
-    """Look for a better setting of the step than the given one."""
+    """Look for a better setting of the step than the given one.
+
+    `lowers` says that the budget is memfit's own: what the allocator has no room for is planned with less.
+    """
     options = first.problem.options
     named = options.optimizer or {"loss", "optimizer", "micro_batch"} & {*(options.decide or ())}
     if inputs.step is None and (named or options.loss_chunks not in (None, 1)):
@@ -191,6 +203,8 @@ def _decide(
         inputs.step,
         inputs.cost,
         kinds,
+        best=best,
+        settle=partial(_give_room, lowers=lowers, grows="segments" in options.decided),
         loss_chunks=options.loss_chunks,
         early=early,
         worth=worth,
@@ -198,6 +212,37 @@ def _decide(
     with Progress("trying other settings of the step", show=inputs.progress):
         joint.run()
     return joint
+
+
+def _give_room(found: Answer, other: Answer | None, *, lowers: bool, grows: bool) -> Answer | None:
+    """Return an answer with its reservation; None where it is no better than another one, or has less room.
+
+    Where the allocator's segments may grow later (`grows`), room does not count yet.
+    """
+    room = None if other is None or other.reservation is None or grows else other.reservation.room
+    if lowers:
+        most_ms = other.step_ms - found.base_ms if other is not None and room is Room.ENOUGH else math.inf
+        solved, reservation = with_room(found.problem, found.solved, most_ms=most_ms)
+    else:
+        solved, reservation = found.solved, reservation_under(found.problem, found.solved)
+    if reservation is None or (room is not None and reservation.room.value > room.value):
+        return None
+    settled = replace(found, solved=solved, reservation=reservation)
+    return settled if other is None or settled.better_than(other) else None
+
+
+def _faster_without_room(joint: JointSearch) -> float:
+    """Return the least time under the answer's budget of what the allocator had no room for; infinite if none."""
+    best, least_ms = joint.best, math.inf
+    if best.solved.choice is None:
+        return least_ms
+    for each in joint.without_room:
+        solved = each.solved
+        if solved.budget_bytes != best.solved.budget_bytes:
+            solved = solve(each.problem, best.solved.budget_bytes, minimum=False)
+        if solved.choice is not None and each.base_ms + solved.recompute_ms < best.step_ms * (1.0 - WORTH):
+            least_ms = min(least_ms, each.base_ms + solved.bound_ms)
+    return least_ms
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:

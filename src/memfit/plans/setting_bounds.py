@@ -107,7 +107,7 @@ class SettingBounds:
         known, asked = answer.solved, answer.problem.options.limits
         short_ms = known.recompute_ms - known.bound_ms
         enough_ms = max(asked.gap * known.bound_ms, asked.slack_ms)
-        if answer is self.first or known.choice is None or not enough_ms < short_ms <= self._most_short_ms(known):
+        if known is self.first.solved or known.choice is None or not enough_ms < short_ms <= self._most_short_ms(known):
             return answer
         solved = solve(answer.problem, self.budget_bytes, start=known.choice, minimum=False)
         if solved.recompute_ms > known.recompute_ms:

@@ -16,6 +16,7 @@ from memfit.capture import (
     find_chunkable,
     implementations_of_step,
 )
+from memfit.memory import Reservation
 from memfit.paths import around
 from memfit.sharding import ShardOptions, repeated_blocks
 from memfit.solve import Problem, Solved
@@ -54,11 +55,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What was solved, in which setting."""
+    """What was solved, in which setting, and what the allocator does with it where that is known."""
 
     problem: Problem
     solved: Solved
     setting: Setting = Setting()
+    reservation: Reservation | None = None
 
     @property
     def base_ms(self) -> float:
@@ -76,6 +78,11 @@ class Answer:
             mine, theirs = self.solved.minimum_budget_bytes, other.solved.minimum_budget_bytes
             return mine is not None and (theirs is None or mine < theirs)
         return self.step_ms < other.step_ms - LEAST_GAIN_MS
+
+    def no_worse_than(self, other: Answer) -> bool:
+        """Return whether it is as fast and has as much room in the allocator, where that is known of both."""
+        rooms = [each.reservation.room.value for each in (self, other) if each.reservation is not None]
+        return self.step_ms <= other.step_ms + LEAST_GAIN_MS and rooms == sorted(rooms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
