@@ -378,6 +378,25 @@ def test_gathers_that_are_decided_unasked_leave_the_allocator_its_room(length: i
         assert any("has less room for it" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("length", [6144, 8192])
+def test_a_plan_with_room_is_called_the_fastest_only_where_none_meets_its_budget_faster(length: int) -> None:
+    """More chunks are faster under the budget of the plan, but the allocator has no room for them there."""
+    step, target = step_at("llama3-8b", batch=1, seq=length), Target.parse("l40s", ranks=8)
+
+    def planned(budget: int | None = None, **options: Any) -> Plan:
+        return memfit.plan(step, target=target, budget=budget, options=SolveOptions(**options), progress=False)
+
+    plan = planned(decide=("loss",))
+    assert plan.predicted is not None and plan.bound_ms is not None and plan.predicted.room == "enough"
+    others = [planned(plan.budget_bytes, decide=(), loss_chunks=number).predicted for number in (8, 16)]
+    least_ms = min(other.step_ms for other in others if other is not None)
+    assert plan.bound_ms <= least_ms * (1 + WORTH)
+    assert (plan.status == "feasible") == (least_ms < plan.predicted.step_ms * (1 - WORTH))
+    grown = planned(decide=("loss", "segments"))
+    assert grown.predicted is not None and grown.predicted.room == "enough"
+    assert grown.predicted.step_ms <= plan.predicted.step_ms * (1 + WORTH)
+
+
 def test_ranks_of_a_cpu_gather_as_they_are_told_unless_asked() -> None:
     plan = plan_gathers("cpu")
     assert plan.predicted and plan.predicted.exposed_communication_ms >= 0.1 * plan.predicted.step_ms

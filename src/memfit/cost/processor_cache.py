@@ -44,7 +44,7 @@ def measure_cache_bytes() -> int:
     for _ in range(_ROUNDS):
         for size in sizes:
             rates[size] = max(rates[size], _rate(size))
-    memory = max(rate for size, rate in rates.items() if size > told_bytes or size == sizes[-1])
+    memory = max(rate for size, rate in rates.items() if size >= 2 * told_bytes or size == sizes[-1])
     # the smallest may be slow too, with several threads
     from_fast = itertools.dropwhile(lambda size: rates[size] < _FASTER * memory, sizes)
     inside = list(itertools.takewhile(lambda size: rates[size] >= _FASTER * memory, from_fast))

@@ -18,9 +18,8 @@ setting that is solved:
 Where the plain solve does not fit, a setting that does is looked for first, or the one that needs least
 (`least_budget.py`).
 
-What would be the best is first given its room (`settle`): under a lower budget, where the caching allocator would hold
-it in pieces that do not fit, it may take longer than another. Bounds are those of the whole budget, so that the answer
-is the best of all with their room.
+What would be the best is first given its room in the caching allocator (`settle`; Note [Room of settings] in
+deciding.py). Bounds are those of the whole budget.
 
 The search ends when no node may gain `WORTH` of the step; where nothing but the optimizer's step is decided, less is
 enough. Up to `TOGETHER` nodes are in one queue, and the answer is the best of all settings, within `WORTH`.
@@ -95,7 +94,8 @@ def searched_kinds(first: Answer) -> set[Decided]:
     """
     problem = first.problem
     kinds: set[Decided] = {*problem.options.decided} - {"offload", "segments"}
-    if problem.options.decide is None and (first.solved.choice is None or not waits_for_gathers(problem)):
+    fits = first.solved.choice is not None or problem.options.loss_chunks not in (None, 1)  # in chunks it may
+    if problem.options.decide is None and not (fits and waits_for_gathers(problem)):
         kinds -= {"reshard", "prefetch"}
     return kinds
 
@@ -133,7 +133,8 @@ class JointSearch:
     `first` is the plain solve under the whole budget, and `best` the same with its room, where that is another.
     `kinds` are the decisions that may be taken; `loss_chunks` fixes one of them. After `run`, `best` is the answer,
     `tried` counts settings that were solved, `left_out` says what could not be captured, `bound_ms` is a time that no
-    setting is below which the time limit left out, and `without_room` are answers that were better without their room.
+    setting is below which the time limit left out, and `passed_over` are answers that were the best before
+    another, or without their room.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class JointSearch:
         together: int = TOGETHER,
     ) -> None:
         self.first, self.best = first, best or first
-        self.without_room: list[Answer] = []
+        self.passed_over: list[Answer] = [] if best is None or best is first else [first]
         self._settle = settle
         self._settled = {first.setting}
         self.kinds = frozenset(kinds)
@@ -194,6 +195,7 @@ class JointSearch:
                 f"step, with at least that many rows{''.join(f' ({each})' for each in self.left_out)}"
             )
         self.best = self._with_room(found, None) or found
+        self.passed_over.clear()  # the whole loss was not asked for
         return fixed
 
     def nodes(self) -> list[tuple[StepVariant, Family]]:
@@ -352,6 +354,7 @@ class JointSearch:
         if found.better_than(self.best):
             better = self._with_room(found, self.best)
             if better is not None:
+                self.passed_over.append(self.best)
                 self.best = better
 
     def _with_room(self, found: Answer, best: Answer | None) -> Answer | None:
@@ -361,5 +364,5 @@ class JointSearch:
             return found
         settled = self._settle(found, best)
         if settled is None:
-            self.without_room.append(found)
+            self.passed_over.append(found)
         return settled

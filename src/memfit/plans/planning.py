@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
@@ -14,6 +12,7 @@ from memfit.capture import batch_rows
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
+from memfit.plans.deciding import decide, faster_with_less_room, take_segments_back, with_growing_segments
 from memfit.plans.decisions import drop_small_gains, find_decisions, price_ms_per_gib
 from memfit.plans.document import Plan
 from memfit.plans.joint import WORTH, JointSearch, searched_kinds, worth_on
@@ -89,7 +88,8 @@ def plan_problem(
     """
     asked = inputs.target.budget_bytes(budget)
     check_start(start)
-    problem = inputs.problem()
+    given = inputs.problem()
+    problem = with_growing_segments(given)
     worth = worth_on(problem.target.device) if worth is None else worth
     allowed = problem.target.allowed_bytes(budget)
     notes = list(problem.trace.notes)
@@ -115,134 +115,47 @@ def plan_problem(
     kinds = searched_kinds(best)
     if problem.options.loss_chunks is not None:
         kinds.discard("loss")
-    faster_ms = math.inf
     if kinds or problem.options.loss_chunks not in (None, 1):
         first = best if solved is whole else Answer(problem=problem, solved=whole)
-        joint = _decide(first, best, inputs, kinds, early, worth, lowers=budget is None)
-        faster_ms = _faster_without_room(joint)
-        if math.isfinite(faster_ms):
-            notes.append(
-                f"a step of {display_ms(faster_ms)} would meet this budget and was not taken: the caching allocator "
-                "has less room for it, in pieces that do not fit; --decide exact lets its segments grow as well"
-            )
+        joint = decide(first, best, inputs, kinds, early, worth, lowers=budget is None)
         notes += joint.left_out
     if joint is None and problem.options.decide:
         joint = JointSearch(best, inputs.step, inputs.cost, ())
-    if joint is not None and worth > WORTH:
+    faster_ms = math.inf
+    if joint is not None:
+        faster_ms = faster_with_less_room(joint)
+        if math.isfinite(faster_ms):
+            notes.append(_note_on_faster(faster_ms, joint.best))
         before = joint.best
-        drop_small_gains(joint, worth)
+        if worth > WORTH:
+            drop_small_gains(joint, worth)
         if joint.best is not before:
             faster_ms = min(faster_ms, before.base_ms + before.solved.bound_ms)
             notes.append(
                 f"decisions that gain less than {worth:.0%} of the step together are not taken: predictions for a CPU "
                 "are off by more"
             )
-    best = best if joint is None else joint.best
-    reservation = best.reservation or reservation_under(best.problem, best.solved)
-    if joint is not None and "segments" in problem.options.decided:
-        reservation = _with_segments(joint, allowed, reservation, is_given=budget is not None)
-    best = best if joint is None else joint.best
-    if best.solved.choice is None and problem.options.decide is None and can_shard_otherwise(problem):
+        best = joint.best
+    if best.reservation is None:
+        best = replace(best, reservation=reservation_under(best.problem, best.solved))
+    if joint is not None:
+        best = joint.best = take_segments_back(joint, best, given)
+    unasked = problem.options.decide is None and can_shard_otherwise(problem)
+    if best.solved.choice is None and unasked and {"reshard", "prefetch"} & {*problem.options.decided}:
         notes.append("--decide exact also tries other ways to gather, which may need less")
     asked_bytes = None if budget is None else allowed
-    return _document(best, reservation, problem, notes, asked_bytes, joint, faster_ms), best.problem
+    return _document(best, best.reservation, given, notes, asked_bytes, joint, faster_ms), best.problem
 
 
-def _with_segments(
-    joint: JointSearch, allowed: int, before: Reservation | None, *, is_given: bool
-) -> Reservation | None:
-    """Let the allocator's segments grow where that gives a plan room that it does not have, or more budget."""
-    best = joint.best
-    target = best.problem.target
-    if not target.device.allocator.caches or target.device.allocator.expandable_segments:
-        return before
-    short = before is not None and (before.room is not Room.ENOUGH or best.solved.budget_bytes < allowed)
-    if before is None or not short:
-        return before
-    device = target.device.with_expandable_segments()
-    grown = replace(best, problem=best.problem.with_target(replace(target, device=device)))
-    if is_given:
-        found, roomy = grown, reservation_under(grown.problem, grown.solved)
-    else:
-        found, roomy = _with_room(grown, allowed)
-    if roomy is None or roomy.room.value > before.room.value:
-        return before
-    if roomy.room is before.room and not found.better_than(best):
-        return before
-    joint.best, joint.segments_saved_bytes = found, before.reserved_bytes - roomy.reserved_bytes
-    return roomy
-
-
-def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None]:
-    """Return the answer under a budget that the allocator has room for, and its reservation."""
-    solved, reservation = with_room(answer.problem, solve(answer.problem, allowed))
-    return replace(answer, solved=solved, reservation=reservation), reservation
-
-
-def _decide(
-    first: Answer,
-    best: Answer,
-    inputs: Inputs,
-    kinds: Iterable[str],
-    early: EarlyChunks | None,
-    worth: float,
-    *,
-    lowers: bool,
-) -> JointSearch:
-    """Look for a better setting of the step than the given one.
-
-    `lowers` says that the budget is memfit's own: what the allocator has no room for is planned with less.
-    """
-    options = first.problem.options
-    named = options.optimizer or {"loss", "optimizer", "micro_batch"} & {*(options.decide or ())}
-    if inputs.step is None and (named or options.loss_chunks not in (None, 1)):
-        what = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
-        raise InputError(f"SolveOptions({what}) captures the step in other ways; give the step, not its trace")
-    joint = JointSearch(
-        first,
-        inputs.step,
-        inputs.cost,
-        kinds,
-        best=best,
-        settle=partial(_give_room, lowers=lowers, grows="segments" in options.decided),
-        loss_chunks=options.loss_chunks,
-        early=early,
-        worth=worth,
+def _note_on_faster(faster_ms: float, best: Answer) -> str:
+    """Say that there is a faster step for which the allocator has less room."""
+    grows = best.problem.target.device.allocator.expandable_segments
+    kind = "exact" if best.problem.options.decide is None else "segments"
+    advice = "" if grows else f"; --decide {kind} lets its segments grow too"
+    return (
+        f"a step of {display_ms(faster_ms)} would meet this budget and was not taken: the caching allocator has less "
+        f"room for it, in pieces that do not fit{advice}"
     )
-    with Progress("trying other settings of the step", show=inputs.progress):
-        joint.run()
-    return joint
-
-
-def _give_room(found: Answer, other: Answer | None, *, lowers: bool, grows: bool) -> Answer | None:
-    """Return an answer with its reservation; None where it is no better than another one, or has less room.
-
-    Where the allocator's segments may grow later (`grows`), room does not count yet.
-    """
-    room = None if other is None or other.reservation is None or grows else other.reservation.room
-    if lowers:
-        most_ms = other.step_ms - found.base_ms if other is not None and room is Room.ENOUGH else math.inf
-        solved, reservation = with_room(found.problem, found.solved, most_ms=most_ms)
-    else:
-        solved, reservation = found.solved, reservation_under(found.problem, found.solved)
-    if reservation is None or (room is not None and reservation.room.value > room.value):
-        return None
-    settled = replace(found, solved=solved, reservation=reservation)
-    return settled if other is None or settled.better_than(other) else None
-
-
-def _faster_without_room(joint: JointSearch) -> float:
-    """Return the least time under the answer's budget of what the allocator had no room for; infinite if none."""
-    best, least_ms = joint.best, math.inf
-    if best.solved.choice is None:
-        return least_ms
-    for each in joint.without_room:
-        solved = each.solved
-        if solved.budget_bytes != best.solved.budget_bytes:
-            solved = solve(each.problem, best.solved.budget_bytes, minimum=False)
-        if solved.choice is not None and each.base_ms + solved.recompute_ms < best.step_ms * (1.0 - WORTH):
-            least_ms = min(least_ms, each.base_ms + solved.bound_ms)
-    return least_ms
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
@@ -289,7 +202,7 @@ def _document(
     problem, solved = answer.problem, answer.solved
     if joint is not None and answer.setting.variant.parts > 1:
         divided = joint.problems.of(Setting(variant=StepVariant(parts=answer.setting.variant.parts)))
-        given = problem if divided is None else divided
+        given = (problem if divided is None else divided).with_target(given.target)
     captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
     given_ms = given.runtime.total_ms + given.exposed_ms

@@ -187,8 +187,6 @@ class Trials:
         most_ms: float = math.inf,
     ) -> SearchPoint | None:
         target = problem.target
-        if "reshard" in self.options.decided and waits_for_gathers(problem) and _AS_GIVEN not in self.notes:
-            self.notes.append(_AS_GIVEN)
         allowed_bytes = self.allowed_bytes(target)
         problem = problem.with_limits(limits)
         least_bytes = minimum_budget_bytes(problem)  # first: nothing below it is tried in vain
@@ -211,6 +209,9 @@ class Trials:
             return point
         if reservation is None:
             return None
+        decides = self.options.decide is None and {"reshard", "prefetch"} & {*self.options.decided}
+        if decides and waits_for_gathers(problem) and _AS_GIVEN not in self.notes:
+            self.notes.append(_AS_GIVEN)
         base_ms = problem.runtime.total_ms + problem.exposed_ms
         point = replace(point, gap=solved.gap)
         return _planned(point, solved.replay, reservation, base_ms, solved.recompute_ms, amount)

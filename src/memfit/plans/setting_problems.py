@@ -122,7 +122,8 @@ class SettingProblems:
                 step = stack.enter_context(step_with(step, variant.implementation))
             if variant.parts > 1:
                 step = divide_step(step, variant.parts)
-            return trace(step, target=self.first.target, **plain.captured_on)
+            target = replace(self.first.target, device=plain.hardware)  # whether segments grow or not
+            return trace(step, target=target, **plain.captured_on)
 
 
 def units_with_loss(captured: Trace, chunked: ChunkedLoss) -> list[str]:

@@ -39,8 +39,8 @@ class SolveOptions:
     `decide` are further kinds of decisions that a plan may take (docs/design/joint.md): kinds by name, `"exact"` for
     all that keep numbers bit for bit, `"all"` for those too that change the order of sums. What an option or `shard`
     gives a value to stays as it is unless its kind is named; `fixed` are kinds that stay in any case.
-    Unless given, a plan decides what `DEFAULT_DECISIONS` says, where that may gain: the usual values of `shard` count as
-    not given, so that `fixed=("reshard", "prefetch")` keeps these two. `offload` and `optimizer` are the same
+    Unless given, a plan decides what `DEFAULT_DECISIONS` says, where that may gain: the usual values of `shard` count
+    as not given, so that `fixed=("reshard", "prefetch")` keeps these two. `offload` and `optimizer` are the same
     as these kinds by name, but that on a CPU what `offload` finds is kept however little it gains; `offload="hidden"`
     has every unit offload as much as compute hides, beside those of `force`, and decides the rest. `loss_chunks` fixes
     the number of chunks of the loss, and 1 leaves it whole.
