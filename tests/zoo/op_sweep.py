@@ -229,6 +229,8 @@ def gradient_nodes(name: str) -> set[str]:
     return names
 
 
+_OWN_PREFIX = ("linalg", "fft", "special")
+
 Found = list[tuple[str, list[Judgement], list[Judgement]]]
 
 
@@ -245,13 +247,19 @@ def blame(found: Found, nodes: dict[str, set[str]]) -> dict[str, tuple[int, int]
             continue
         errors = [100 * (max(each.captured_bytes) / max(1, *each.measured_bytes) - 1) for each in offs]
         low, high = min(0, math.floor(min(errors))), max(0, math.ceil(max(errors)))
-        function = op_database()[name].name.split(".")[-1]
+        function = _function_name(op_database()[name].name)
         if all(", bfloat16, " in each.case for each in offs):
             function = f"low:{function}"
         for blamed in (function, *(nodes.get(name, set()) - innocent)):
             known = ranges.get(blamed, (0, 0))
             ranges[blamed] = min(low, known[0]), max(high, known[1])
     return ranges
+
+
+def _function_name(op: str) -> str:
+    """The name of the torch function that an op calls: `torch.linalg.vander` calls itself `linalg_vander`."""
+    *module, name = op.split(".")
+    return f"{module[0]}_{name}" if module and module[0] in _OWN_PREFIX else name
 
 
 def _is_off(judgement: Judgement) -> bool:
