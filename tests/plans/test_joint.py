@@ -378,6 +378,22 @@ def test_gathers_that_are_decided_unasked_leave_the_allocator_its_room(length: i
         assert any("has less room for it" in note for note in plan.notes)
 
 
+def test_a_budget_of_ones_own_is_taken_as_it_is_where_gathers_are_asked_for() -> None:
+    """Unasked, a faster way to gather is no reason to have less room than without it."""
+    step, target = step_at("llama3-8b", batch=1, seq=4096), Target.parse("l40s", ranks=8)
+
+    def planned(**options: Any) -> Plan:
+        return memfit.plan(step, target=target, budget="40GiB", options=SolveOptions(**options), progress=False)
+
+    asked, unasked, fixed = planned(decide=("reshard", "prefetch")), planned(), planned(fixed=("reshard", "prefetch"))
+    assert asked.predicted is not None and unasked.predicted is not None and fixed.predicted is not None
+    assert asked.status == "optimal" and asked.predicted.step_ms < fixed.predicted.step_ms
+    assert asked.predicted.step_ms <= unasked.predicted.step_ms <= fixed.predicted.step_ms
+    rooms = ("enough", "margin", "tight", "too little")
+    assert rooms.index(unasked.predicted.room or "") <= rooms.index(fixed.predicted.room or "")
+    assert (unasked.status == "feasible") == (asked.predicted.step_ms < unasked.predicted.step_ms * (1 - WORTH))
+
+
 @pytest.mark.parametrize("length", [6144, 8192])
 def test_a_plan_with_room_is_called_the_fastest_only_where_none_meets_its_budget_faster(length: int) -> None:
     """More chunks are faster under the budget of the plan, but the allocator has no room for them there."""

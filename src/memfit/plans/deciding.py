@@ -3,8 +3,9 @@
 Note [Room of settings]: a budget of memfit's own leaves the allocator what it loses in pieces, which is another amount
 in every setting. The search has the bounds of the whole budget, and gives what would be the best its room before it
 takes it: a lower budget, as far as one is found (`with_room`). Of answers with different room the one with more is
-better. One that was passed over may be faster under the budget of the answer in the end, for which it has less room:
-then the answer is not called the fastest, and a note says so.
+better; a budget of the user's is taken as it is, so there room counts only for what is decided unasked. One that was
+passed over may be faster under the budget of the answer in the end, for which it has less room: then the answer is not
+called the fastest, and a note says so.
 
 Where segments may grow (`segments`), all are compared with segments that do. If the answer has room without that, they
 stay as they are.
@@ -52,7 +53,7 @@ def decide(
         inputs.cost,
         kinds,
         best=best,
-        settle=partial(_give_room, lowers=lowers),
+        settle=partial(_give_room, lowers=lowers, heeds=lowers or options.decide is None),
         loss_chunks=options.loss_chunks,
         early=early,
         worth=worth,
@@ -62,8 +63,13 @@ def decide(
     return joint
 
 
-def _give_room(found: Answer, other: Answer | None, *, lowers: bool) -> Answer | None:
-    """Return an answer with its reservation; None where it has less room than another one, or is no faster."""
+def _give_room(found: Answer, other: Answer | None, *, lowers: bool, heeds: bool) -> Answer | None:
+    """Return an answer with its reservation; None where it is no faster than another or has less room.
+
+    Unless it `heeds` room, that is not asked for.
+    """
+    if not heeds:
+        return found if other is None or found.better_than(other) else None
     room = None if other is None or other.reservation is None else other.reservation.room
     if lowers:
         most_ms = other.step_ms - found.base_ms if other is not None and room is Room.ENOUGH else math.inf
