@@ -12,6 +12,7 @@ while the model's forward runs, where the loss is inside, else while the functio
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import itertools
@@ -124,7 +125,7 @@ def _may_record() -> bool:
     return saved_tensor_hooks_enabled() and top_saved_tensor_hooks() is None and not transform_active()
 
 
-class LossRegion:
+class LossRegion(abc.ABC):
     """Handles the calls of a model whose loss is recomputed or in chunks, and passes them to the inner handler."""
 
     def __init__(self, applied: Applied, mode: Mode, inner: Handler | None) -> None:
@@ -162,9 +163,9 @@ class LossRegion:
             return result
         return self._run_planned(model, run)
 
+    @abc.abstractmethod
     def _run_planned(self, model: nn.Module, run: Callable[[], Any]) -> Any:
         """Run a call of the model in training."""
-        raise NotImplementedError
 
     def _watch_backward(self, result: Any, armed: _Armed) -> None:
         """Note when a backward reaches the model's output, and whether its loss went through `plan.loss`."""

@@ -88,8 +88,8 @@ Settle = Callable[[Answer, Answer | None], Answer | None]
 def searched_kinds(first: Answer) -> set[Decided]:
     """Return the kinds of decisions that the search is for: those asked for, and the default ones where they may gain.
 
-    The solver itself decides offload, and segments are decided for the plan that was found. Ranks of a CPU share its
-    cores with what they gather, and plans that gather in another way were slower there than predicted: unless asked
+    The solver itself decides offload, and segments grow in all settings or in none (deciding.py). Ranks of a CPU share
+    its cores with what they gather, and plans that gather in another way were slower there than predicted: unless asked
     for, these are for `memfit.verify.tune`. What fits does not change unasked: plans, curves and searches agree.
     """
     problem = first.problem
@@ -133,8 +133,8 @@ class JointSearch:
     `first` is the plain solve under the whole budget, and `best` the same with its room, where that is another.
     `kinds` are the decisions that may be taken; `loss_chunks` fixes one of them. After `run`, `best` is the answer,
     `tried` counts settings that were solved, `left_out` says what could not be captured, `bound_ms` is a time that no
-    setting is below which the time limit left out, and `passed_over` are answers that were the best before
-    another, or without their room.
+    setting is below which the time limit left out, and `passed_over` are answers that were the best before another, or
+    without their room.
     """
 
     def __init__(
